@@ -212,7 +212,7 @@ class ContinuousBatchingConfig:
         high=1.0,
     )
     speculation: str = option(
-        "off",
+        "auto",
         "What guesses the tokens that follow, so that one step can compute several of a request: "
         "`off`, `auto` (on a CPU, as far as it is measured to pay), or one source: `history` (the "
         "request's own prompt and output), `prediction` (what its caller expects) or `grammar` "

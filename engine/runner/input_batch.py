@@ -105,7 +105,7 @@ class InputBatchBuilder:
         self._block_size = block_size
         self._options = options
         self._rope = rope
-        self._tables = tuple(_StackedTables(group) for group in range(num_groups))
+        self._tables = tuple(StackedTables(group) for group in range(num_groups))
         self._ones = np.ones(0, dtype=np.int64)
         self._rows = np.arange(0, dtype=np.int64)
 
@@ -189,7 +189,7 @@ class InputBatchBuilder:
         return self._ones[:num_rows], self._rows[:num_rows]
 
 
-class _StackedTables:
+class StackedTables:
     """The block tables of a step's rows in one group, as an array."""
 
     def __init__(self, group: int) -> None:

@@ -47,6 +47,7 @@ from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from benchmarks.records import Record
 from benchmarks.rig.measurement import Measurement, option
 from tests.service import fake_server
+from tests.service.helpers import Refused
 
 WAIT_S = 60.0
 """The limit of each wait; whatever takes longer is stuck."""
@@ -194,9 +195,8 @@ async def _refused(stub: Any) -> str | None:
     try:
         await stub.Generate(rpc.GenerateRequest(spec=_spec("late")), timeout=WAIT_S)
     except grpc.aio.AioRpcError as error:
-        trailers = dict(error.trailing_metadata() or ())
-        details = trailers.get("grpc-status-details-bin", b"")
-        if error.code() is grpc.StatusCode.UNAVAILABLE and b"DRAINING" in bytes(details):  # type: ignore[arg-type]
+        reason = Refused(error).details.get("ErrorInfo")
+        if error.code() is grpc.StatusCode.UNAVAILABLE and reason and reason.reason == "DRAINING":
             return None
         return f"refusal: {reason_of(error)}"
     return "refusal: it was served"

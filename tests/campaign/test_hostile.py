@@ -15,6 +15,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorSet
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessages
+from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2 as model
 
@@ -30,8 +31,8 @@ from tests.campaign.hostile.inputs.requests import answered
 from tests.campaign.hostile.inputs.strangers import CHECK
 from tests.campaign.hostile.long_model import write_tokenizer
 from tests.campaign.hostile.part import Attacks
-from tests.campaign.hostile.sending import GENERATION, HEALTH, MODEL, Card, Sender, fits, sender
-from tests.campaign.hostile.server import ATTACKER, OPERATOR, Server
+from tests.campaign.hostile.sending import GENERATION, HEALTH, MODEL, Card, Sender, fits
+from tests.campaign.hostile.server import Server
 from tests.campaign.parts import Course, Tried
 from tests.campaign.witness.report import Memory, Report, Waits
 from tests.service.helpers import DEADLINE_S, serving, until
@@ -160,31 +161,24 @@ def test_a_new_field_of_the_contract_is_attacked_with_nothing_written_by_hand() 
 
 
 def test_protobuf_by_hand() -> None:
-    spec = (
-        wire.text_input("hi")
-        + wire.max_tokens(300, ignore_eos=True)
-        + wire.priority(100)
-        + wire.choices(3)
-        + wire.structured(3, "a+")
+    raw = wire.request("hi", n=3) + wire.inside(
+        rpc.GenerateRequest, "spec.sampling.banned_token_ids", wire.packed(range(300))
     )
-    [read] = [rpc.GenerateRequest.FromString(wire.request(spec)).spec]
-    assert (read.text.text, read.stop.max_tokens, read.stop.ignore_eos) == ("hi", 300, True)
-    assert (read.scheduling.priority, read.n, read.structured_output.regex) == (100, 3, "a+")
-    command = rpc.StreamResultRequest.FromString(wire.add(wire.token_input(b"\x05\x06"), 300))
-    assert (command.command_id, list(command.add.spec.tokens.ids)) == (300, [5, 6])
-    chat = wire.field(2, wire.message("a") * 2)
-    assert [one.content for one in model.TokenizeRequest.FromString(chat).chat.messages] == [
-        "a"
-    ] * 2
+    read = rpc.GenerateRequest.FromString(raw).spec
+    assert (read.text.text, read.n, len(read.sampling.banned_token_ids)) == ("hi", 3, 300)
+    many = wire.filled(pb.ChatInput(tools=[{"name": "f"}]).SerializeToString(), 10)
+    chat = wire.inside(model.TokenizeRequest, "chat", many)
+    assert [one.name for one in model.TokenizeRequest.FromString(chat).chat.tools] == ["f"] * 2
+    assert wire.add("hi") == wire.inside(rpc.StreamResultRequest, "add.spec", wire.spec("hi"))
     assert len(wire.filled(b"abc", 10)) == 9
     with pytest.raises(DecodeError):
-        rpc.GenerateRequest.FromString(wire.request(spec)[:-1])
+        rpc.GenerateRequest.FromString(raw[:-1])
 
 
 async def test_http2_by_hand() -> None:
     """A body beyond the first windows arrives, a half one does not; floods are cut or borne."""
     whole = bytes(5)
-    large = b"\x00" + (150_000).to_bytes(4, "big") + wire.filled(wire.count(1000, 1), 150_000)
+    large = b"\x00" + (150_000).to_bytes(4, "big") + wire.filled(wire.UNKNOWN, 150_000)
     tally: Counter[str] = Counter()
     async with serving() as h:
         target = h.server.addresses[0]
@@ -232,7 +226,7 @@ async def test_answers_are_told_apart() -> None:
             await found.call(HEALTH + "Check")
             await found.call(MODEL + "Tokenize", b"\xff")
             await found.call("/nothing.Nothing/Nothing")
-            await found.call(GENERATION + "GenerateStream", wire.request(wire.text_input("hi")))
+            await found.call(GENERATION + "GenerateStream", wire.request("hi"))
             await found.session([b""])
         finally:
             await found.close()
@@ -480,13 +474,7 @@ async def test_each_case_is_answered_as_it_tells(tmp_path: Path) -> None:
     """Those that are single messages, on the demo model: each reaches the field that it is for."""
     wrong, asked = [], set[tuple[str, bytes]]()
     with closing(Server(DEMO, tmp_path, more=CHATS.options)) as server:
-        async with sender(
-            server.target,
-            server.card,
-            token=server.token(ATTACKER),
-            operator=server.token(OPERATOR),
-            seed="1",
-        ) as s:
+        async with server.sender(seed="1") as s:
             for one in INPUTS.values():
                 for number, case in enumerate(one.cases if "demo" in one.models else ()):
                     raw = case.message(s).SerializeToString()

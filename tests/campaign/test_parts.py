@@ -382,17 +382,8 @@ def test_a_planted_fault_is_caught_and_none_is_not() -> None:
 # ---- storms --------------------------------------------------------------------------------------
 
 
-class Place:
-    """Where a crowd is sent that is only judged here."""
-
-    target = "127.0.0.1:1"
-
-    def token(self, name: str) -> str:
-        return name
-
-
 def test_advice_is_judged_by_when_a_place_came_free() -> None:
-    crowd = CallCrowd(Place(), 4, 1)  # type: ignore[arg-type]
+    crowd = CallCrowd()
     assert crowd.judge() == ("none was refused", [])
     crowd.ends = [1.0, 2.0, 3.0]
     crowd.refused = [Refused(0.0, 2.0, is_in=True), Refused(0.5, 3.0, is_in=True)]

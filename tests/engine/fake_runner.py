@@ -32,6 +32,7 @@ from engine.kv_cache.copies import BlockCopy, StepCopies
 from engine.kv_cache.group_kinds import FullAttention, GroupKind, SlidingAttention
 from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.runner.input_batch import StackedTables
 from engine.scheduler.pace import StepPace
 from engine.scheduler.policies import scheduler_class
 from engine.scheduler.runner_protocol import INVALID_TOKEN, SampledTokens
@@ -43,6 +44,7 @@ POISON = TokenId(VOCAB + 13)
 _GARBAGE = -1
 
 Slots = npt.NDArray[np.int64]
+Table = npt.NDArray[np.int32]
 
 
 class Violation(BaseException):
@@ -279,6 +281,7 @@ class FakeRunner:
         self.in_flight: list[_Step] = []
         self.histories: dict[RequestKey, _History] = {}
         size = kv_cache.block_size
+        self._tables = [StackedTables(group) for group in range(len(kv_cache.pools))]
         self._device: list[Slots] = [
             np.full((pool.num_blocks + 1, size), _GARBAGE, dtype=np.int64)
             for pool in kv_cache.pools
@@ -304,7 +307,13 @@ class FakeRunner:
             raise RuntimeError("scripted failure")
         view, expire = expiring(batch) if self.late else (batch, lambda: None)
         seen = zip(view.requests, batch.requests, strict=True)
-        parts = [self._read_part(part, whole.request) for part, whole in seen]
+        stacked = (
+            [tables.stack(batch.requests) for tables in self._tables] if batch.requests else []
+        )
+        parts = [
+            self._read_part(part, whole.request, [tables[row] for tables in stacked])
+            for row, (part, whole) in enumerate(seen)
+        ]
         step = _Step(self, parts, batch.copies)
         expire()
         if self.fail_results:
@@ -361,7 +370,7 @@ class FakeRunner:
                 room = table.length * self.kv_cache.block_size
                 demand(room >= part.start + part.num_rows, "the table is too short")
 
-    def _read_part(self, part: ScheduledRequest, live: Request) -> _Part:
+    def _read_part(self, part: ScheduledRequest, live: Request, blocks: Sequence[Table]) -> _Part:
         request, end = part.request, part.start + part.num_rows
         history = self.histories.setdefault(request.key, _History())
         known = min(part.start, len(history.tokens))
@@ -373,7 +382,9 @@ class FakeRunner:
             end=end,
             num_sampled=part.num_sampled,
             drafted=len(part.drafts),
-            blocks=tuple(table.blocks[: table.length].copy() for table in part.tables),
+            blocks=tuple(
+                stacked[: table.length] for table, stacked in zip(part.tables, blocks, strict=True)
+            ),
             known=known,
             tail=[*request.token_ids[known : end - len(part.drafts)], *part.drafts],
         )

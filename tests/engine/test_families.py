@@ -63,7 +63,11 @@ def test_a_window_bounds_the_memory_of_a_long_generation(family: str) -> None:
     loaded = from_model(model)
     held: list[list[int]] = []
     with managed(
-        loaded, num_blocks=64, max_batch_tokens=BUDGET, allow_block_sharing=False
+        loaded,
+        num_blocks=64,
+        max_batch_tokens=BUDGET,
+        allow_block_sharing=False,
+        speculation="off",  # so that each token is a step
     ) as manager:
         kv_cache, runner = manager._loop._core.scheduler.kv_cache, manager._loop._core.runner
         launch = runner.launch

@@ -12,13 +12,12 @@ import time
 from collections import Counter
 
 import grpc
-from headrace.v1 import generation_service_pb2 as rpc
 from hyperframe.frame import ContinuationFrame, HeadersFrame, PushPromiseFrame
 
 from tests.campaign.bytes.mutating import mutate_bytes
-from tests.campaign.calm import look, witnessed
+from tests.campaign.calm import beside
+from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile import http2
-from tests.campaign.hostile.judging import allowed_s
 from tests.campaign.hostile.sending import GENERATION, HEALTH
 from tests.campaign.hostile.server import ATTACKER, Server
 from tests.campaign.parts import Course, Tried
@@ -66,50 +65,40 @@ def _frame(source: random.Random) -> bytes:
 
 def tried(course: Course, seconds: float) -> Tried:
     """Send garbage for the given time and judge the result."""
-    with witnessed() as (server, witness):
-        calm = look(witness, course.either(CALM_S, CUT_CALM_S))
+    with beside(course.either(CALM_S, CUT_CALM_S)) as there:
+        server = there.server
         said = server.log_bytes()
-        witness.begin()
-        tally = asyncio.run(_attack(server, course.source("http2"), seconds))
-        seen = witness.report()
-        wrong = _wrong(server, said)
-        for name, found, most in (
-            ("gap between tokens", seen.gaps.worst_s - seen.gaps.late_s, allowed_s(calm.gaps)),
-            ("health", seen.health.worst_s - seen.health.late_s, allowed_s(calm.health)),
-        ):
-            if found > most:
-                wrong.append(f"{name} {found:.3f} s, above {most:.3f}")
-        wrong += seen.losses
+        tally = there.during(
+            lambda: asyncio.run(_attack(server.target, course.source("http2"), seconds))
+        )
+        wrong = there.faults() + there.slow()
+        if server.is_alive:
+            wrong += _wrong(server, said)
     told = ", ".join(f"{count:,} {what}" for what, count in tally.most_common(4))
     return Tried(
         name="http2",
         what=f"connections with HTTP/2 that is wrong, and with none ({told})",
         promises=(3, 7, 11),
         count=tally["connections"],
-        worst=f"gap {seen.gaps.worst_s * 1e3:.0f} ms (calm {calm.gaps.worst_s * 1e3:.0f})",
+        worst=there.gap,
         wrong=tuple(wrong),
     )
 
 
 def _wrong(server: Server, said: int) -> list[str]:
-    wrong = server.faults()
-    if not server.is_alive:
-        return wrong
+    wrong = []
     if (grown := server.log_bytes() - said) > MOST_LOG_BYTES:
         wrong.append(f"the log grew by {grown:,} bytes")
-    with grpc.insecure_channel(server.target) as channel:
-        call = channel.unary_unary(GENERATION + "Generate")
-        raw = rpc.GenerateRequest(spec={"text": {"text": "hi"}, "stop": {"max_tokens": 2}})
-        metadata = [("authorization", f"Bearer {server.token(ATTACKER)}")]
-        try:
-            call(raw.SerializeToString(), metadata=metadata, timeout=10)
-            channel.unary_unary(HEALTH + "Check")(b"", timeout=10)
-        except grpc.RpcError as error:
-            wrong.append(f"afterwards a call fails: {error}"[:200])
+    try:
+        raw = wire.request("hi", stop={"max_tokens": 2})
+        server.call(GENERATION + "Generate", raw, ATTACKER)
+        server.call(HEALTH + "Check", b"")
+    except grpc.RpcError as error:
+        wrong.append(f"afterwards a call fails: {error}"[:200])
     return wrong
 
 
-async def _attack(server: Server, source: random.Random, seconds: float) -> Counter[str]:
+async def _attack(target: str, source: random.Random, seconds: float) -> Counter[str]:
     tally: Counter[str] = Counter()
     ends = time.monotonic() + seconds
 
@@ -117,7 +106,7 @@ async def _attack(server: Server, source: random.Random, seconds: float) -> Coun
         own = random.Random(source.random())
         while time.monotonic() < ends:
             with contextlib.suppress(OSError):
-                await _connect(server.target, garbage(own), tally)
+                await _connect(target, garbage(own), tally)
 
     await asyncio.gather(*(one(number) for number in range(AT_ONCE)))
     return tally

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import random
@@ -163,6 +164,15 @@ class Attacker:
         """Whether the attack still has time left."""
         return time.monotonic() < self.until
 
+    async def again(self, number: int, one: Callable[[int], Awaitable[object]]) -> None:
+        """Run `number` workers that each repeat a coroutine until time is up."""
+
+        async def on(index: int) -> None:
+            while self.has_time:
+                await one(index)
+
+        await asyncio.gather(*map(on, range(number)))
+
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a connection with a small receive buffer, so that unread data fills it quickly."""
         sock = socket.socket()
@@ -248,7 +258,7 @@ async def nested_bodies(at: Attacker) -> None:
     few = 290_000
     user, escape = {"role": "user", "content": "a"}, b"\\n"
     tool = {"type": "function", "function": {"name": "a"}}
-    bodies = [
+    kinds = [
         b'{"messages":' + b"[" * (16 << 20),
         b'{"messages":' + b"[" * few + b"]" * few + b"}",
         b'{"messages":[' + b'{"a":' * (few // 2) + b"1" + b"}" * (few // 2) + b"]}",
@@ -262,23 +272,14 @@ async def nested_bodies(at: Attacker) -> None:
         ],
         json.dumps({"messages": [{"role": "user", "content": "a " * (4_190_000)}]}).encode(),
     ]
-
-    async def one(number: int) -> None:
-        while at.has_time:
-            await at.say(at.post(bodies[number % len(bodies)]))
-            number += 1
-
-    await asyncio.gather(*map(one, range(8)))
+    bodies = itertools.cycle(kinds)
+    await at.again(8, lambda _: at.say(at.post(next(bodies))))
 
 
 async def pipelined(at: Attacker) -> None:
     """Requests that are sent before their turn."""
     get = f"GET /health HTTP/1.1\r\nHost: 127.0.0.1:{at.port}\r\n\r\n".encode()
     stream = at.post(CHAT | {"stream": True, "max_tokens": 50})
-
-    async def one(data: bytes) -> None:
-        while at.has_time:
-            await at.say(data, keep=0.5)
 
     kinds = [
         get * 10,
@@ -288,7 +289,7 @@ async def pipelined(at: Attacker) -> None:
         stream * 100,
         stream + stream[:99],
     ]
-    await asyncio.gather(*map(one, kinds * 3))
+    await at.again(18, lambda index: at.say(kinds[index % 6], keep=0.5))
 
 
 async def chunks(at: Attacker) -> None:
@@ -313,12 +314,7 @@ async def chunks(at: Attacker) -> None:
         [b"GET /" + b"y" * 10_000_000],
         [b"\r\n" * 5_000_000],
     ]
-
-    async def one(pieces: list[bytes]) -> None:
-        while at.has_time:
-            await at.say(*pieces)
-
-    await asyncio.gather(*map(one, kinds))
+    await at.again(len(kinds), lambda index: at.say(*kinds[index]))
 
 
 async def vanishing(at: Attacker) -> None:
@@ -353,12 +349,7 @@ async def stopped_readers(at: Attacker) -> None:
     whole = CHAT | {"n": 4, "max_tokens": 200, "ignore_eos": True, "logprobs": True}
     tops = {"top_logprobs": 20}
     kinds = [at.post(stream | tops), at.post(stream), at.post(whole | tops)]
-
-    async def one(number: int) -> None:
-        while at.has_time:
-            await at.say(kinds[number % len(kinds)], keep=1000)
-
-    await asyncio.gather(*map(one, range(24)))
+    await at.again(24, lambda index: at.say(kinds[index % len(kinds)], keep=1000))
 
 
 async def many_tokens(at: Attacker) -> None:
@@ -380,28 +371,22 @@ async def leaving(at: Attacker) -> None:
     body = at.post(CHAT | {"n": 4, "max_tokens": 500, "ignore_eos": True})
     large = at.head(length=4 << 20) + b'{"messages": "' + b"a" * (1 << 20)
 
-    async def one(data: bytes) -> None:
-        while at.has_time:
-            with contextlib.suppress(OSError, TimeoutError):
-                _, writer = await at.open()
-                writer.write(data)
-                await asyncio.sleep(chance.random() * 0.2)
-                writer.transport.abort()
-                at.answers["left"] += 1
+    async def one(index: int) -> None:
+        with contextlib.suppress(OSError, TimeoutError):
+            _, writer = await at.open()
+            writer.write(large if index % 3 == 0 else body)
+            await asyncio.sleep(chance.random() * 0.2)
+            writer.transport.abort()
+            at.answers["left"] += 1
 
-    await asyncio.gather(*(one(body) for _ in range(16)), *(one(large) for _ in range(8)))
+    await at.again(24, one)
 
 
 async def many_prompts(at: Attacker) -> None:
     """Bodies of 1,024 prompts, with choices of each."""
     texts = {"prompt": ["Once"] * 1024, "max_tokens": 4}
     kinds = [texts, texts | {"n": 16}, texts | {"stream": True}, texts | {"n": 1024}]
-
-    async def one(number: int) -> None:
-        while at.has_time:
-            await at.say(at.post(kinds[number % 4], path="/v1/completions"))
-
-    await asyncio.gather(*map(one, range(8)))
+    await at.again(8, lambda index: at.say(at.post(kinds[index % 4], path="/v1/completions")))
 
 
 Attack = Callable[[Attacker], Awaitable[None]]

@@ -13,14 +13,12 @@ from __future__ import annotations
 import http.client
 import json
 import time
+from contextlib import closing
 
-from tests.campaign.calm import look, witnessed
+from tests.campaign.calm import Beside, beside
 from tests.campaign.door.attacks import ATTACKS, CHAT, Door, Neighbour, attacked
-from tests.campaign.hostile.judging import allowed_s
-from tests.campaign.hostile.server import ATTACKER, WITNESS, Server
+from tests.campaign.hostile.server import ATTACKER, WITNESS
 from tests.campaign.parts import Course, Part, Tried, some
-from tests.campaign.witness.process import Witness
-from tests.campaign.witness.report import Report
 
 SECONDS, CUT_SECONDS = 10.0, 2.0
 CALM_S = 3.0
@@ -37,40 +35,33 @@ def run(course: Course) -> None:
     names = [name for name in ATTACKS if course.is_wanted(name)]
     if not names:
         return
-    with witnessed(tokens=300) as (server, witness):
-        door = Door(server.target, course.folder)
-        neighbour = Neighbour(door.port, server.token(WITNESS))
-        try:
-            neighbour.start()
-            calm = look(witness, course.either(CALM_S, 1.0))
-            for name in names:
-                course.add(_try(course, name, (server, witness, door, neighbour), calm))
-        finally:
-            neighbour.close()
-            door.close()
+    with (
+        beside(course.either(CALM_S, 1.0), tokens=300) as there,
+        closing(Door(there.server.target, course.folder)) as door,
+        closing(Neighbour(door.port, there.server.token(WITNESS))) as neighbour,
+    ):
+        neighbour.start()
+        for name in names:
+            course.add(_try(course, name, there, door, neighbour))
 
 
-def _try(
-    course: Course, name: str, there: tuple[Server, Witness, Door, Neighbour], calm: Report
-) -> Tried:
-    server, witness, door, neighbour = there
+def _try(course: Course, name: str, there: Beside, door: Door, neighbour: Neighbour) -> Tried:
+    server = there.server
     seconds = course.seconds or course.either(SECONDS, CUT_SECONDS)
-    witness.begin()
     neighbour.begin()
-    answers = attacked(name, door.port, seconds, server.token(ATTACKER))
-    seen, waited, peak = witness.report(), neighbour.worst_s, door.peak_bytes
+    answers = there.during(lambda: attacked(name, door.port, seconds, server.token(ATTACKER)))
+    waited, peak = neighbour.worst_s, door.peak_bytes
     wrong = [f"the door was {peak / 1e6:.0f} MB"] if peak > DOOR_BYTES else []
     if not course.is_cut:
-        if seen.gaps.worst_s - seen.gaps.late_s > (most := allowed_s(calm.gaps)):
-            wrong.append(f"gap between tokens {seen.gaps.worst_s:.3f} s, above {most:.3f}")
+        wrong += there.slow()
         if waited > STREAM_S:
             wrong.append(f"a stream waited {waited:.3f} s, above {STREAM_S}")
     wrong += [f"a neighbour got {one}" for one in neighbour.wrong]
     wrong += [f"{count} × {answer}" for answer, count in answers.items() if answer == "500"]
-    wrong += seen.losses
+    wrong += there.faults()
     wrong += [f"the door said: {line}" for line in door.log().splitlines()[1:]]
-    if any(server.token(one) in door.log() + server.log() for one in (WITNESS, ATTACKER)):
-        wrong.append("a log has a token")
+    if any(server.token(one) in door.log() for one in (WITNESS, ATTACKER)):
+        wrong.append("the door's log has a token")
     if not door.is_alive or not _answers(door, server.token(ATTACKER)):
         wrong.append(f"it did not answer within {ANSWER_S:g} s afterwards")
     told = ", ".join(f"{count:,} {answer}" for answer, count in sorted(answers.items()))
@@ -79,8 +70,8 @@ def _try(
         what=(ATTACKS[name].__doc__ or "").strip(),
         promises=(3, 7),
         count=sum(answers.values()),
-        worst=f"gap {seen.gaps.worst_s * 1e3:.0f} ms (calm {calm.gaps.worst_s * 1e3:.0f}), stream "
-        f"{waited * 1e3:.0f} ms; door {peak / 1e6:.0f} MB at most so far; {told}",
+        worst=f"{there.gap}, stream {waited * 1e3:.0f} ms; "
+        f"door {peak / 1e6:.0f} MB at most so far; {told}",
         wrong=some(wrong),
     )
 

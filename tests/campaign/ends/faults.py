@@ -39,6 +39,9 @@ LINES = 300
 """The number of lines logged while nobody reads the log; more than fits in a pipe."""
 
 
+Strike = Callable[[Stage, int], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """A fault.
@@ -58,11 +61,31 @@ class Fault:
     what: str
     row: str = ""
     hits: str = NOBODY
-    strike: Callable[[Stage, int], None] = lambda stage, later: None
+    strike: Strike
     process: bool = False
     around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
 
+FAULTS: dict[str, Fault] = {}
+"""All faults in the order in which they are tried."""
+
+
+def fault(name: str, what: str, **more: Any) -> Callable[[Strike], Strike]:
+    """Add the fault that a function causes. `more`: as of a Fault."""
+
+    def add(strike: Strike) -> Strike:
+        FAULTS[name] = Fault(name=name, what=what, strike=strike, **more)
+        return strike
+
+    return add
+
+
+@fault(
+    "forward",
+    "the forward pass of a step fails when its results are collected",
+    row=OWN_ERROR,
+    hits=ALL,
+)
 def _forward(stage: Stage, later: int) -> None:
     def fail() -> None:
         stage.engine.runner.fail_results = 1
@@ -70,17 +93,12 @@ def _forward(stage: Stage, later: int) -> None:
     stage.at_step(later, fail)
 
 
-def _device_memory(stage: Stage, later: int) -> None:
-    def fail() -> None:
-        raise MemoryError("out of device memory: tried to allocate 20.00 GiB")
-
-    stage.at_step(later, fail)
-
-
+@fault("sampler", "no token can be sampled for the request", row=OWN_ERROR, hits=TARGET)
 def _sampler(stage: Stage, later: int) -> None:
     stage.at_step(later, lambda: stage.gate.break_target(True))
 
 
+@fault("allocator", "the block allocator raises while a step is scheduled", row=DEATH, hits=ALL)
 def _allocator(stage: Stage, later: int) -> None:
     kv_cache = stage.engine.kv_cache
     allocate = kv_cache.allocate
@@ -95,6 +113,14 @@ def _allocator(stage: Stage, later: int) -> None:
     stage.at_step(later, arm)
 
 
+@fault("device memory", "the device has no memory for a step", row=OWN_ERROR, hits=ALL)
+def _device_memory(stage: Stage, later: int) -> None:
+    def fail() -> None:
+        raise MemoryError("out of device memory: tried to allocate 20.00 GiB")
+
+    stage.at_step(later, fail)
+
+
 class _BrokenText:
     """A text stream that fails to convert a token to text."""
 
@@ -107,6 +133,7 @@ class _BrokenText:
         return ""
 
 
+@fault("tokenizer", "a token cannot be made text", row=OWN_ERROR, hits=TARGET)
 def _tokenizer(stage: Stage, later: int) -> None:
     request = stage.h.registry.requests.get(("anonymous", NAME))
     if request is not None:
@@ -157,6 +184,11 @@ def _broken_exporters() -> Iterator[None]:
         logger.disabled = before
 
 
+@fault("exporter", "every export of spans and metrics raises", around=_broken_exporters)
+def _exporter(stage: Stage, later: int) -> None:
+    """Nothing more has to happen: exports fail all the time."""
+
+
 @contextlib.contextmanager
 def _unread_log() -> Iterator[None]:
     """Replace stderr with a full pipe that nobody reads, behind the process's log."""
@@ -181,12 +213,18 @@ def _unread_log() -> Iterator[None]:
         os.close(kept)
 
 
+@fault(
+    "log",
+    f"stderr is a full pipe that nobody reads, and {LINES} errors are logged",
+    around=_unread_log,
+)
 def _log(stage: Stage, later: int) -> None:
     logger = logging.getLogger("service.trust")
     for number in range(LINES):
         logger.error("line %d of a log that nobody reads: %s", number, "x" * 400)
 
 
+@fault("clock", f"monotonic clocks jump {AHEAD_S} s ahead, the wall clock a day back")
 def _clock(stage: Stage, later: int) -> None:
     """Simulate a resume from suspend: monotonic clocks jump ahead, and the wall clock goes back a
     day.
@@ -201,116 +239,48 @@ def _clock(stage: Stage, later: int) -> None:
     stage.gate.ahead_s += AHEAD_S
 
 
+@fault("slow step", f"a step takes {SLOW_S} s longer")
 def _slow(stage: Stage, later: int) -> None:
     stage.at_step(later, lambda: time.sleep(SLOW_S))
 
 
-def _send(number: signal.Signals) -> Callable[[Stage, int], None]:
-    def strike(stage: Stage, later: int) -> None:
-        if stage.engine.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(stage.engine.pid, number)
-
-    return strike
+@fault("client cut", "the caller's connection is reset", row=CUT, hits=TARGET)
+def _client(stage: Stage, later: int) -> None:
+    stage.proxy.cut()
 
 
+def _send(stage: Stage, number: signal.Signals) -> None:
+    if stage.engine.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stage.engine.pid, number)
+
+
+@fault("engine killed", "the engine's process gets SIGKILL", row=DEATH, hits=ALL, process=True)
+def _kill(stage: Stage, later: int) -> None:
+    _send(stage, signal.SIGKILL)
+
+
+@fault(
+    "engine stopped",
+    "the engine's process gets SIGSTOP, and is a hung one",
+    row=DEATH,
+    hits=ALL,
+    process=True,
+)
+def _stop(stage: Stage, later: int) -> None:
+    _send(stage, signal.SIGSTOP)
+
+
+@fault(
+    "pipe cut",
+    "the socket between front end and engine is shut",
+    row=DEATH,
+    hits=ALL,
+    process=True,
+)
 def _pipe(stage: Stage, later: int) -> None:
     writer = stage.engine._writer
     if writer is not None:
         raw = writer._writer.transport.get_extra_info("socket")
         with contextlib.suppress(OSError):
             raw.shutdown(socket.SHUT_RDWR)
-
-
-def _client(stage: Stage, later: int) -> None:
-    stage.proxy.cut()
-
-
-FAULTS: dict[str, Fault] = {
-    one.name: one
-    for one in (
-        Fault(
-            name="forward",
-            what="the forward pass of a step fails when its results are collected",
-            row=OWN_ERROR,
-            hits=ALL,
-            strike=_forward,
-        ),
-        Fault(
-            name="sampler",
-            what="no token can be sampled for the request",
-            row=OWN_ERROR,
-            hits=TARGET,
-            strike=_sampler,
-        ),
-        Fault(
-            name="allocator",
-            what="the block allocator raises while a step is scheduled",
-            row=DEATH,
-            hits=ALL,
-            strike=_allocator,
-        ),
-        Fault(
-            name="device memory",
-            what="the device has no memory for a step",
-            row=OWN_ERROR,
-            hits=ALL,
-            strike=_device_memory,
-        ),
-        Fault(
-            name="tokenizer",
-            what="a token cannot be made text",
-            row=OWN_ERROR,
-            hits=TARGET,
-            strike=_tokenizer,
-        ),
-        Fault(
-            name="exporter",
-            what="every export of spans and metrics raises",
-            around=_broken_exporters,
-        ),
-        Fault(
-            name="log",
-            what=f"stderr is a full pipe that nobody reads, and {LINES} errors are logged",
-            strike=_log,
-            around=_unread_log,
-        ),
-        Fault(
-            name="clock",
-            what=f"monotonic clocks jump {AHEAD_S} s ahead, the wall clock a day back",
-            strike=_clock,
-        ),
-        Fault(name="slow step", what=f"a step takes {SLOW_S} s longer", strike=_slow),
-        Fault(
-            name="client cut",
-            what="the caller's connection is reset",
-            row=CUT,
-            hits=TARGET,
-            strike=_client,
-        ),
-        Fault(
-            name="engine killed",
-            what="the engine's process gets SIGKILL",
-            row=DEATH,
-            hits=ALL,
-            strike=_send(signal.SIGKILL),
-            process=True,
-        ),
-        Fault(
-            name="engine stopped",
-            what="the engine's process gets SIGSTOP, and is a hung one",
-            row=DEATH,
-            hits=ALL,
-            strike=_send(signal.SIGSTOP),
-            process=True,
-        ),
-        Fault(
-            name="pipe cut",
-            what="the socket between front end and engine is shut",
-            row=DEATH,
-            hits=ALL,
-            strike=_pipe,
-            process=True,
-        ),
-    )
-}

@@ -60,6 +60,8 @@ class Campaign:
         self._outcomes: Counter[str] = Counter()
         self._faults: list[str] = []
         self._killed_at = 0.0
+        self._departures = 0
+        """Grows by one when a server begins to leave, and by one when it has left."""
 
     def run(self) -> dict[str, Any]:
         """Run the campaign; returns its record."""
@@ -150,18 +152,32 @@ class Campaign:
         self._add(self._started())
         with self._lock:
             self._listed.remove(old)
-        old.signal(signal.SIGTERM)
-        code = old.ended()
+        with self._departing():
+            old.signal(signal.SIGTERM)
+            code = old.ended()
         self._count("drained" if code == 0 else f"drained with exit code {code}")
 
     def _kill_one(self) -> None:
         doomed = self._listed[0]
         self._killed_at = time.monotonic()
-        doomed.close()
+        with self._departing():
+            doomed.close()
         with self._lock:
             self._listed.remove(doomed)
         self._count("killed")
         self._add(self._started())
+
+    @contextmanager
+    def _departing(self) -> Iterator[None]:
+        self._departures += 1
+        try:
+            yield
+        finally:
+            self._departures += 1
+
+    def _has_one_left(self, since: int) -> bool:
+        """Whether a server left, or was leaving, after the given count of departures."""
+        return since % 2 == 1 or self._departures != since
 
     def _fourth(self) -> float | None:
         """Add a fourth server. Return how many seconds after its readiness it had 0.8 of a quarter
@@ -224,7 +240,10 @@ class Campaign:
                 self._judge(*flight)
 
     def _lost_streams(self, client: headrace.Client, source: random.Random) -> None:
-        """Run a session whose streams are lost midway; its requests are attached again."""
+        """Run a session whose streams are lost midway; its requests are attached again. A server
+        that drains does not wait for the attach: what it has finished meanwhile may go with it.
+        """
+        since = self._departures
         with client.session(lease=30) as session:
             prompts = [_prompt(source) for _ in range(6)]
             flights = [(one, session.submit(one, max_tokens=TOKENS)) for one in prompts]
@@ -235,7 +254,7 @@ class Campaign:
             for call in calls:
                 call.cancel()
             for prompt, handle in flights:
-                self._judge("lost stream", prompt, handle)
+                self._judge("lost stream", prompt, handle, since)
 
     def _unary(self, client: headrace.Client, source: random.Random) -> None:
         prompt = _prompt(source)
@@ -258,25 +277,32 @@ class Campaign:
         """Add a request that runs by itself, and read it from the same client or another one. If it
         is lost with its server, it is added again, as docs/fleet.md says.
         """
-        prompt = _prompt(source)
+        prompt, since = _prompt(source), self._departures
         name = client.add_request(prompt, max_tokens=TOKENS).request_id
-        if source.random() < self.strangers:
-            with headrace.Client(client.target) as stranger:
-                stranger.wait_until_ready()
-                self._check("added, read by a stranger", prompt, stranger.get_result(name))
-            return
+        kind = "added"
         try:
-            result = client.get_result(name)
-        except headrace.UnavailableError:
-            self._count("added again")
+            if source.random() < self.strangers:
+                kind = "added, read by a stranger"
+                with headrace.Client(client.target) as stranger:
+                    stranger.wait_until_ready()
+                    result = stranger.get_result(name)
+            else:
+                result = client.get_result(name)
+        except (headrace.UnavailableError, headrace.NotFoundError):
+            if not self._has_one_left(since):
+                raise
+            kind = "added again"
             client.add_request(prompt, max_tokens=TOKENS, request_id=name)
             result = client.get_result(name)
-        self._check("added", prompt, result)
+        self._check(kind, prompt, result)
 
     # ---- judging ---------------------------------------------------------------------------------
 
-    def _judge(self, kind: str, prompt: list[int], handle: Any) -> None:
-        """Read a request to its end and check its outcome."""
+    def _judge(self, kind: str, prompt: list[int], handle: Any, since: int | None = None) -> None:
+        """Read a request to its end and check its outcome.
+
+        since: the count of departures when it began, if any server that left may have taken it.
+        """
         got: list[int] = []
         try:
             for chunk in handle:
@@ -284,8 +310,11 @@ class Campaign:
             result = handle.result()
         except headrace.HeadraceError as error:
             whole = expected(prompt, TOKENS)
-            if got and tuple(got) == whole[: len(got)] and self._killed_lately():
+            is_right = got and tuple(got) == whole[: len(got)]
+            if is_right and self._killed_lately():
                 self._count(f"{kind}: failed with its tokens, on the killed server")
+            elif is_right and since is not None and self._has_one_left(since):
+                self._count(f"{kind}: failed with its tokens, on a server that had drained")
             else:
                 self._fault(f"{kind}: {type(error).__name__}: {error} after {len(got)} tokens")
             return

@@ -72,7 +72,8 @@ class Rollout(Campaign):
             self._add(self._started())
             with self._lock:
                 self._listed.remove(old)
-            killed += not self._ended(old)
+            with self._departing():
+                killed += not self._ended(old)
         return {"seconds": round(time.monotonic() - begun, 1), "killed": killed}
 
     def _ended(self, old: ServerProcess) -> bool:

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from tests.campaign.hostile.inputs import INPUTS
-from tests.campaign.hostile.sending import Card, Sender, sender
+from tests.campaign.hostile.sending import Card, Sender
 
 NICENESS = 10
 
@@ -44,7 +44,7 @@ async def attack(load: dict[str, Any], seconds: float) -> dict[str, Any]:
     """
     one = INPUTS[load["input"]]
     began = time.monotonic()
-    async with sender(
+    async with Sender(
         load["target"],
         Card(**load["card"]),
         token=load["token"],

@@ -1,13 +1,52 @@
-"""Hand-written protobuf encoding.
-
-Messages with millions of elements are built by repeating the bytes of one element.
+"""Messages as bytes, also those of millions of elements, which are built by repeating the bytes of
+one: protobuf reads concatenated messages as one message with all their elements.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from google.protobuf.message import Message
+from headrace.v1 import generation_service_pb2 as rpc
+
+from tests.service.helpers import spec as spec_of
+
+ONCE = "Once upon a time"
+
+
+def spec(text: str = ONCE, **fields: Any) -> bytes:
+    """Encode a spec; fields as of the message, `tokens` or `chat` in the place of the text."""
+    return spec_of(text, **fields).SerializeToString()
+
+
+def request(text: str = ONCE, **fields: Any) -> bytes:
+    """Encode the request of Generate, GenerateStream and AddRequest, as of `spec`."""
+    return rpc.GenerateRequest(spec=spec_of(text, **fields)).SerializeToString()
+
+
+def add(text: str = ONCE, **fields: Any) -> bytes:
+    """Encode a session's `add` command, as of `spec`."""
+    return rpc.StreamResultRequest(add={"spec": spec_of(text, **fields)}).SerializeToString()
+
+
+def inside(kind: type[Message], path: str, content: bytes | str) -> bytes:
+    """Encode a message that has one field alone, given by its path, such as "spec.chat.tools".
+
+    content: a string, a message, or packed numbers.
+    """
+    numbers, descriptor = [], kind.DESCRIPTOR
+    for name in path.split("."):
+        one = descriptor.fields_by_name[name]
+        numbers.append(one.number)
+        descriptor = one.message_type
+    found = content.encode() if isinstance(content, str) else content
+    for number in reversed(numbers):
+        found = varint(number << 3 | 2) + varint(len(found)) + found
+    return found
+
 
 def varint(number: int) -> bytes:
-    """Encode a number as a varint."""
+    """Encode a number, such as one of a packed list."""
     found = bytearray()
     while number > 0x7F:
         found.append(number & 0x7F | 0x80)
@@ -16,80 +55,15 @@ def varint(number: int) -> bytes:
     return bytes(found)
 
 
-def field(number: int, content: bytes | str) -> bytes:
-    """Encode a length-delimited field: a string, a message or packed numbers."""
-    content = content.encode() if isinstance(content, str) else content
-    return varint(number << 3 | 2) + varint(len(content)) + content
+def packed(numbers: range) -> bytes:
+    """Encode a list of numbers."""
+    return b"".join(map(varint, numbers))
 
 
-def count(number: int, value: int) -> bytes:
-    """Encode a varint field."""
-    return varint(number << 3) + varint(value)
+UNKNOWN = varint(1000 << 3) + varint(1)
+"""A field that no message of the contract has."""
 
 
 def filled(part: bytes, size: int) -> bytes:
     """Repeat the element as often as fits in the size, at least once."""
     return part * max(1, size // len(part))
-
-
-# GenerationSpec, and what is in it, by the fields' numbers in protos/headrace/v1/generation.proto.
-
-
-def text_input(text: bytes | str) -> bytes:
-    """Encode a spec's `text`."""
-    return field(2, field(1, text))
-
-
-def token_input(ids: bytes) -> bytes:
-    """Encode a spec's `tokens` from packed ids."""
-    return field(3, field(1, ids))
-
-
-def chat_input(content: bytes) -> bytes:
-    """Encode a spec's `chat`."""
-    return field(4, content)
-
-
-def message(content: bytes | str = "hi", role: int = 2) -> bytes:
-    """Encode one chat message."""
-    return field(1, count(1, role) + field(2, content))
-
-
-def sampling(content: bytes) -> bytes:
-    """Encode a spec's `sampling`."""
-    return field(5, content)
-
-
-def max_tokens(number: int, *, ignore_eos: bool = False) -> bytes:
-    """Encode a spec's `stop`."""
-    return field(6, count(1, number) + (count(6, 1) if ignore_eos else b""))
-
-
-def output(content: bytes) -> bytes:
-    """Encode a spec's `output`."""
-    return field(7, content)
-
-
-def structured(number: int, content: str) -> bytes:
-    """Encode a spec's `structured_output` from a format given as text."""
-    return field(8, field(number, content))
-
-
-def priority(number: int) -> bytes:
-    """Encode a spec's `scheduling`."""
-    return field(9, count(1, number))
-
-
-def choices(number: int) -> bytes:
-    """Encode a spec's `n`."""
-    return count(13, number)
-
-
-def request(spec: bytes) -> bytes:
-    """Encode the request of Generate, GenerateStream and AddRequest."""
-    return field(1, spec)
-
-
-def add(spec: bytes, command_id: int = 0) -> bytes:
-    """Encode a session's `add` command."""
-    return (count(1, command_id) if command_id else b"") + field(3, field(1, spec))

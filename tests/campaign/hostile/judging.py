@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tests.campaign.calm import too_long
 from tests.campaign.hostile.inputs import Input
 from tests.campaign.hostile.sending import UNEXPECTED, fits
-from tests.campaign.witness.report import Report, Waits
+from tests.campaign.witness.report import Report
 
-WORST_S = 0.25
-"""The longest wait that is always allowed during a hostile input."""
-MORE_S = 0.2
-"""How much longer a wait may be than the worst wait of the calm period."""
 GROWTH_BYTES = 256_000_000
 """Allowed memory growth of either process, in addition to the KV cache's announced size."""
 STRANGERS_BYTES = 64_000_000
@@ -58,30 +55,12 @@ class Run:
         return 0 if memory is None else memory.peak - self.first.get(name, memory.start)
 
 
-def allowed_s(calm: Waits) -> float:
-    """Return the longest allowed wait, given the waits of the calm period.
-
-    The calm period's worst wait excludes the witness's own lag, so that the lag does not raise
-    the limit for the server.
-    """
-    return max(WORST_S, calm.worst_s - calm.late_s + MORE_S)
-
-
-def waits_too_long(run: Run) -> list[tuple[str, Waits, float]]:
-    """Return the witness's waits that exceed their limits, as (what, waits, limit in seconds)."""
-    pairs = (
-        ("gap between tokens", run.seen.gaps, allowed_s(run.calm.gaps)),
-        ("health's answer", run.seen.health, allowed_s(run.calm.health)),
-    )
-    return [(name, found, most) for name, found, most in pairs if found.worst_s > most]
-
-
 def why_discarded(run: Run) -> str | None:
     """Return why a run is inconclusive, or None if it counts.
 
     A run is inconclusive if a wait exceeds its limit only because of the witness's own lag.
     """
-    for name, found, most in waits_too_long(run):
+    for name, found, most in too_long(run.calm, run.seen):
         if found.worst_s - found.late_s <= most:
             return (
                 f"the witness itself was {found.late_s:.3f} s late within the worst {name} "
@@ -97,7 +76,7 @@ def faults(one: Input, run: Run, *, waits: bool = True) -> list[str]:
     seen = run.seen
     found = [
         f"{name} {wait.worst_s:.3f} s, above {most:.3f}"
-        for name, wait, most in (waits_too_long(run) if waits else [])
+        for name, wait, most in (too_long(run.calm, run.seen) if waits else [])
     ]
     for number, what in (
         (seen.wrong_tokens, "wrong tokens"),

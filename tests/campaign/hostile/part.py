@@ -25,13 +25,12 @@ import grpc
 
 from benchmarks.models import DEMO
 from benchmarks.processes import System
-from tests.campaign.calm import look, witnessed
+from tests.campaign.calm import allowed_s, look, told_ms, witnessed
 from tests.campaign.hostile.inputs import CHATS, GROUPS, Group, Input
 from tests.campaign.hostile.judging import (
     ENGINE,
     FRONT_END,
     Run,
-    allowed_s,
     faults,
     why_discarded,
 )
@@ -246,9 +245,8 @@ def _row(name: str, one: Input, run: Run, found: list[str], why_not: str | None)
     )
     seen, calm = run.seen, run.calm
     worst = (
-        f"gap {seen.gaps.worst_s * 1e3:.0f} ms (calm {calm.gaps.worst_s * 1e3:.0f}), health "
-        f"{seen.health.worst_s * 1e3:.0f} ms (calm {calm.health.worst_s * 1e3:.0f}); {growth}; "
-        f"{_answers(run.answers)}"
+        f"gap {told_ms(seen.gaps, calm.gaps)}, health {told_ms(seen.health, calm.health)}; "
+        f"{growth}; {_answers(run.answers)}"
     )
     return Tried(
         name=name,

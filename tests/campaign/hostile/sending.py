@@ -8,7 +8,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -105,8 +104,8 @@ class Sender:
         self.source = random.Random(seed)
         self.tally: Counter[str] = Counter()
         self.connections = 0
+        self._channels: list[grpc.aio.Channel] = []
         self.channel = self.connect()
-        self._channels = [self.channel]
 
     @property
     def below(self) -> int:
@@ -135,34 +134,54 @@ class Sender:
         """The most ids that the server detokenizes within the message size limit."""
         return min(self.below // 3, max(MIN_MOST_TOKENS, self.card.context))
 
-    def connect(self) -> grpc.aio.Channel:
-        """Return a new channel. It connects on first use and stays open until `close`."""
+    def connect(self, *more: tuple[str, int], certificate: bytes | None = None) -> grpc.aio.Channel:
+        """Return a new channel. It connects on first use and stays open until `close`.
+
+        Args:
+            more: further options of the channel.
+            certificate: the server's, to connect by TLS.
+        """
         self.connections += 1
-        channel = grpc.aio.insecure_channel(
-            self.target, options=[*OPTIONS, ("headrace.number", self.connections)]
-        )
-        if self.connections > 1:
-            self._channels.append(channel)
+        options = [*OPTIONS, ("headrace.number", self.connections), *more]
+        if certificate is None:
+            channel = grpc.aio.insecure_channel(self.target, options=options)
+        else:
+            trusted = grpc.ssl_channel_credentials(certificate)
+            channel = grpc.aio.secure_channel(self.tls_target, trusted, options=options)
+        self._channels.append(channel)
         return channel
+
+    def credentials(self, token: str | None = None) -> list[tuple[str, str | bytes]]:
+        """Return the metadata with a token: None for the attacker's own, empty for none."""
+        token = self.token if token is None else token
+        return [("authorization", f"Bearer {token}")] if token else []
 
     def count(self, what: str, number: int = 1) -> None:
         """Add an answer to the tally."""
         known = what in self.tally or len(self.tally) < KEPT_KINDS
         self.tally[what if known else "other answers"] += number
 
-    async def call(
+    async def call(self, method: str, raw: bytes = b"", **more: Any) -> bytes | None:
+        """Send one message, read all answers and tally how the call ended. Returns the first
+        answer. `more`: as of `called`.
+        """
+        found, answer = await self.called(method, raw, **more)
+        self.count(found)
+        return answer
+
+    async def called(
         self,
         method: str,
-        raw: bytes = b"",
+        raw: bytes,
         *,
         gzip: bool = False,
         token: str | None = None,
         channel: grpc.aio.Channel | None = None,
         patience_s: float | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
-    ) -> bytes | None:
-        """Send one message, read all answers and tally how the call ended. Returns the first
-        answer.
+    ) -> tuple[str, bytes | None]:
+        """Send one message and read all answers. Returns how the call ended and its first answer;
+        only a cancelled call is tallied here.
 
         Args:
             method: the RPC's path.
@@ -173,28 +192,7 @@ class Sender:
             patience_s: the call's timeout.
             metadata: additional metadata.
         """
-        found, answer = await self._called(
-            method, raw, gzip=gzip, token=token, channel=channel, patience_s=patience_s,
-            metadata=metadata,
-        )  # fmt: skip
-        self.count(found)
-        return answer
-
-    async def _called(
-        self,
-        method: str,
-        raw: bytes,
-        *,
-        gzip: bool,
-        token: str | None,
-        channel: grpc.aio.Channel | None = None,
-        patience_s: float | None,
-        metadata: Sequence[tuple[str, str | bytes]],
-    ) -> tuple[str, bytes | None]:
-        """Return how a call ended and its first answer. A cancelled call is tallied here."""
-        token = self.token if token is None else token
-        if token:
-            metadata = [*metadata, ("authorization", f"Bearer {token}")]
+        metadata = [*metadata, *self.credentials(token)]
         options: dict[str, Any] = {"metadata": metadata, "timeout": patience_s}
         if gzip:
             options["compression"] = grpc.Compression.Gzip
@@ -218,33 +216,12 @@ class Sender:
             raise
         return "OK", answer
 
-    async def ask(
-        self,
-        method: str,
-        raw: bytes,
-        answers: Sequence[str],
-        *,
-        token: str | None = None,
-        patience_s: float | None = None,
-        metadata: Sequence[tuple[str, str | bytes]] = (),
-    ) -> str:
+    async def ask(self, method: str, raw: bytes, answers: Sequence[str], **more: Any) -> str:
         """Send one message, which may be a session's command, and compare the answer with those
-        expected.
-
-        Args:
-            method: the RPC's path.
-            raw: the message.
-            answers: the expected answers. A refusal for lack of room with a retry time is always
-                expected.
-            token, patience_s, metadata: as in `call`.
-
-        Returns:
-            The answer.
+        expected. A refusal for lack of room with a retry time is always expected. Returns the
+        answer. `more`: as of `called`.
         """
-        found, _ = await self._called(
-            method, raw, gzip=len(raw) > GZIP_BYTES, token=token, patience_s=patience_s,
-            metadata=metadata,
-        )  # fmt: skip
+        found, _ = await self.called(method, raw, gzip=len(raw) > GZIP_BYTES, **more)
         is_full = found.startswith("RESOURCE_EXHAUSTED ") and not found.endswith(")")
         if is_full or any(map(partial(fits, found), answers)):
             self.count(found)
@@ -273,8 +250,6 @@ class Sender:
             token, channel: as in `call`.
             heard: called with each received message.
         """
-        token = self.token if token is None else token
-        metadata = [("authorization", f"Bearer {token}")] if token else []
 
         async def sent() -> AsyncIterator[bytes]:
             for number, raw in enumerate(messages):
@@ -285,7 +260,7 @@ class Sender:
                 await asyncio.Event().wait()
 
         via: Any = channel or self.channel
-        call = via.stream_stream(method)(sent(), metadata=metadata)
+        call = via.stream_stream(method)(sent(), metadata=self.credentials(token))
         came = 0
         try:
             if not read:
@@ -321,19 +296,15 @@ class Sender:
 
         await self.crowd(number, on)
 
+    async def __aenter__(self) -> Sender:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         """Close all connections."""
         await asyncio.gather(*(channel.close() for channel in self._channels))
-
-
-@asynccontextmanager
-async def sender(target: str, card: Card, **more: str) -> AsyncIterator[Sender]:
-    """Yield a sender and close its connections at the end."""
-    found = Sender(target, card, **more)
-    try:
-        yield found
-    finally:
-        await found.close()
 
 
 async def _once(raw: bytes) -> AsyncIterator[bytes]:

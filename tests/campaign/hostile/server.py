@@ -15,22 +15,19 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import psutil
 from headrace.v1 import control_service_pb2 as control
 from headrace.v1 import model_service_pb2 as model
-from headrace.v1.control_service_pb2_grpc import ControlServiceStub
-from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 
 from benchmarks.processes import SystemFailure
 from benchmarks.rig.serving import BIN, process
-from tests.campaign.hostile.sending import Card
+from tests.campaign.hostile.sending import CONTROL, MODEL, Card, Sender
 from tests.service.certificates import make_certificate
 from tests.service.real_server import clean_environment
 
-CALL_S = 10.0
+CALL_S = 30.0
 WITNESS, ATTACKER, OPERATOR = "witness", "mallory", "operator"
 SERVICES = {
     WITNESS: '["GenerationService", "ModelService"]',
@@ -144,6 +141,31 @@ class Server:
         """Return a caller's token."""
         return self._tokens[name]
 
+    def sender(self, *, seed: str = "") -> Sender:
+        """Return the attacker's own sender; call it within an event loop."""
+        return Sender(
+            self.target,
+            self.card,
+            token=self.token(ATTACKER),
+            operator=self.token(OPERATOR),
+            tls_target=self.tls_target,
+            seed=seed,
+        )
+
+    def call(self, method: str, raw: bytes, caller: str = "", *, target: str = "") -> bytes:
+        """Make a call and return its answer. Raises RpcError.
+
+        Args:
+            method: the RPC's path.
+            raw: the message.
+            caller: whose token is sent; empty for none.
+            target: another address that leads to the server.
+        """
+        metadata = [("authorization", f"Bearer {self.token(caller)}")] if caller else []
+        with grpc.insecure_channel(target or self.target) as channel:
+            answer: bytes = channel.unary_unary(method)(raw, metadata=metadata, timeout=CALL_S)
+        return answer
+
     def _read_limits(self) -> Card:
         """Read where it listens, and return its limits. Raises SystemFailure."""
         text = self.log()
@@ -159,15 +181,11 @@ class Server:
         if announced:
             size, unit = announced.groups()
             self.cache_bytes = int(float(size.replace(",", "")) * 2 ** (20 + 10 * (unit == "GiB")))
-        with grpc.insecure_channel(self.target) as channel:
-            stub: Any = ModelServiceStub(channel)
-            try:
-                answer = stub.GetModel(
-                    model.GetModelRequest(), metadata=self._metadata(WITNESS), timeout=CALL_S
-                )
-            except grpc.RpcError as error:
-                raise SystemFailure(f"the server did not tell its limits: {error}") from error
-        return limits_of(answer.model)
+        try:
+            answer = self.call(MODEL + "GetModel", b"", WITNESS)
+        except grpc.RpcError as error:
+            raise SystemFailure(f"the server did not tell its limits: {error}") from error
+        return limits_of(model.GetModelResponse.FromString(answer).model)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -208,34 +226,20 @@ class Server:
 
     def forget_attacker(self) -> None:
         """Cancel the attacker's remaining requests as an operator. Raises RpcError."""
-        with grpc.insecure_channel(self.target) as channel:
-            stub: Any = ControlServiceStub(channel)
-            metadata = self._metadata(OPERATOR)
-            for _ in range(10):
-                found = stub.ListRequests(
-                    control.ListRequestsRequest(identity=ATTACKER, page_size=1000),
-                    metadata=metadata,
-                    timeout=CALL_S,
-                )
-                names = [
-                    control.RequestName(identity=ATTACKER, request_id=one.request_id)
-                    for one in found.requests
-                ]
-                if not names:
-                    return
-                stub.CancelRequests(
-                    control.CancelRequestsRequest(requests=names),
-                    metadata=metadata,
-                    timeout=CALL_S,
-                )
-                time.sleep(0.05)
+        page = control.ListRequestsRequest(identity=ATTACKER, page_size=1000).SerializeToString()
+        for _ in range(10):
+            answer = self.call(CONTROL + "ListRequests", page, OPERATOR)
+            found = control.ListRequestsResponse.FromString(answer).requests
+            if not found:
+                return
+            names = [{"identity": ATTACKER, "request_id": one.request_id} for one in found]
+            cancel = control.CancelRequestsRequest(requests=names).SerializeToString()
+            self.call(CONTROL + "CancelRequests", cancel, OPERATOR)
+            time.sleep(0.05)
 
     def close(self) -> None:
         """Stop the process, whatever it is doing."""
         self._stack.close()
-
-    def _metadata(self, name: str) -> list[tuple[str, str]]:
-        return [("authorization", f"Bearer {self._tokens[name]}")]
 
 
 def limits_of(card: model.ModelCard) -> Card:

@@ -15,7 +15,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-from tests.campaign.hostile.sending import OPTIONS, told
+from tests.campaign.hostile.sending import Sender, told
 
 RATE = 8.0
 """The average number of requests per second."""
@@ -36,30 +36,23 @@ class Load:
         kinds: the number of requests by kind.
     """
 
-    def __init__(self, target: str, token: str, source: random.Random) -> None:
+    def __init__(self, sender: Sender, source: random.Random) -> None:
         self.tally: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
-        self._target = target
-        self._metadata = [("authorization", f"Bearer {token}")]
+        self._sender = sender
+        self._metadata = sender.credentials()
+        self._stub: Any = GenerationServiceStub(sender.channel)
         self._source = source
         self._open: set[asyncio.Task[None]] = set()
         self._number = 0
-        self._connections = 0
-        self._channel: Any = None
 
     @property
     def sent(self) -> int:
         """The number of requests sent."""
         return sum(self.kinds.values())
 
-    def _connect(self) -> Any:
-        self._connections += 1
-        options = [*OPTIONS, ("headrace.number", self._connections)]
-        return grpc.aio.insecure_channel(self._target, options=options)
-
     async def run(self, seconds: float) -> None:
         """Send for the given time, then wait for whatever is still open."""
-        self._channel = self._connect()
         ends = time.monotonic() + seconds
         due = time.monotonic()
         while (now := time.monotonic()) < ends:
@@ -76,7 +69,6 @@ class Load:
         if self._open:
             _, late = await asyncio.wait(self._open, timeout=PATIENCE_S)
             self.tally["stuck"] += len(late)
-        await self._channel.close()
 
     async def _one(self) -> None:
         name = self._source.choice(list(KINDS))
@@ -102,12 +94,13 @@ class Load:
 
     async def generate(self, **more: Any) -> None:
         """Send a request whose answer is not streamed."""
-        stub: Any = GenerationServiceStub(self._channel)
-        await stub.Generate(rpc.GenerateRequest(spec=self._spec(**more)), metadata=self._metadata)
+        await self._stub.Generate(
+            rpc.GenerateRequest(spec=self._spec(**more)), metadata=self._metadata
+        )
 
     async def stream(self, most: int | None = None, channel: Any = None, **more: Any) -> None:
         """Read a stream; its caller may leave after a given number of messages."""
-        stub: Any = GenerationServiceStub(channel or self._channel)
+        stub: Any = self._stub if channel is None else GenerationServiceStub(channel)
         request = rpc.GenerateStreamRequest(spec=self._spec(**more))
         call, came = stub.GenerateStream(request, metadata=self._metadata), 0
         async for _ in call:
@@ -117,8 +110,7 @@ class Load:
 
     async def session(self) -> None:
         """Send five requests on one stream and cancel one of them."""
-        stub: Any = GenerationServiceStub(self._channel)
-        call = stub.StreamResult(metadata=self._metadata)
+        call = self._stub.StreamResult(metadata=self._metadata)
         names = [self._name() for _ in range(5)]
         for name in names:
             spec = self._spec(request_id=name)
@@ -131,21 +123,19 @@ class Load:
 
     async def added(self) -> None:
         """Call AddRequest and read the result."""
-        stub: Any = GenerationServiceStub(self._channel)
         spec = self._spec(request_id=self._name())
-        await stub.AddRequest(rpc.AddRequestRequest(spec=spec), metadata=self._metadata)
+        await self._stub.AddRequest(rpc.AddRequestRequest(spec=spec), metadata=self._metadata)
         question = rpc.GetResultRequest(
             request_id=spec.request_id, until_done=True, wait={"seconds": 60}
         )
-        await stub.GetResult(question, metadata=self._metadata)
+        await self._stub.GetResult(question, metadata=self._metadata)
 
     async def disconnected(self) -> None:
         """Read a stream on a separate connection that is closed midway."""
-        channel = self._connect()
         with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
-            async with asyncio.timeout(self._source.random() * 0.3):
-                await self.stream(channel=channel, stop={"max_tokens": 200})
-        await channel.close()
+            async with self._sender.connect() as channel:
+                async with asyncio.timeout(self._source.random() * 0.3):
+                    await self.stream(channel=channel, stop={"max_tokens": 200})
 
 
 async def _cancelled(load: Load) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.campaign.calm import look, witnessed
-from tests.campaign.hostile.server import ATTACKER
+from tests.campaign.calm import beside
 from tests.campaign.load.flat import Sample, Watch, growth, not_flat
 from tests.campaign.load.mixed import KINDS, Load
 from tests.campaign.load.traced import MOST_BYTES, bytes_per_request
@@ -53,20 +52,23 @@ def mixed(course: Course) -> Tried:
     use.
     """
     seconds = course.seconds or course.either(SECONDS, CUT_SECONDS)
-    with witnessed() as (server, witness):
-        calm = look(witness, course.either(CALM_S, CUT_CALM_S))
-        course.say(f"calm: worst gap {calm.gaps.worst_s:.3f} s")
-        pids = server.pids
+    with beside(course.either(CALM_S, CUT_CALM_S)) as there:
+        course.say(f"calm: {there.gap}")
+        pids = there.server.pids
         watch = Watch(pids)
-        witness.begin()
-        load = Load(server.target, server.token(ATTACKER), course.source("mixed"))
+
+        async def send() -> Load:
+            async with there.server.sender() as s:
+                load = Load(s, course.source("mixed"))
+                await load.run(seconds)
+                return load
+
         try:
-            asyncio.run(load.run(seconds))
+            load = there.during(lambda: asyncio.run(send()))
         finally:
             watch.close()
-        seen = witness.report()
-        wrong = [] if server.pids == pids else ["a process was replaced"]
-        wrong += server.faults() + seen.losses
+        wrong = [] if there.server.pids == pids else ["a process was replaced"]
+        wrong += there.faults()
     for name, samples in watch.samples.items():
         if not course.is_cut:  # too short for memory to settle
             wrong += not_flat(name, samples)
@@ -84,7 +86,7 @@ def mixed(course: Course) -> Tried:
         what=f"{seconds / 60:.1f} minutes of requests of {len(KINDS)} kinds, as they come",
         promises=(1, 2, 3, 4, 5, 7, 11),
         count=load.sent,
-        worst=f"{told}; gap {seen.gaps.worst_s * 1e3:.0f} ms",
+        worst=f"{told}; {there.gap}",
         wrong=some(wrong),
     )
 

@@ -12,12 +12,9 @@ import subprocess
 import sys
 import time
 
-import grpc
-from headrace.v1 import generation_service_pb2 as rpc
-
 from benchmarks.processes import ROOT
-from tests.campaign.calm import witnessed
-from tests.campaign.hostile.judging import WORST_S
+from tests.campaign.calm import WORST_S, witnessed
+from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.sending import GENERATION
 from tests.campaign.hostile.server import ATTACKER, Server
 from tests.campaign.parts import Course, Part, Tried
@@ -113,11 +110,8 @@ def _secrets(program: list[str] | None) -> str:
 
 
 def _send(server: Server) -> None:
-    raw = rpc.GenerateRequest(spec={"text": {"text": STALLING}, "stop": {"max_tokens": 2}})
-    metadata = [("authorization", f"Bearer {server.token(ATTACKER)}")]
-    with grpc.insecure_channel(server.target) as channel:
-        call = channel.unary_unary(GENERATION + "Generate")
-        call(raw.SerializeToString(), metadata=metadata, timeout=30)
+    raw = wire.request(STALLING, stop={"max_tokens": 2})
+    server.call(GENERATION + "Generate", raw, ATTACKER)
 
 
 PLANTED = Part(

@@ -1,11 +1,20 @@
-"""The planted faults. Each changes the product's code in the process in which it is applied."""
+"""The planted faults. Each exchanges one thing of the product in the process that applies it.
+
+    @plant(promise, at="module:Class.method", what=…, caught_by=…)
+    def name(right): ──▶ what stands in the place of `right` from then on
+
+`serve` puts one in a server, `plugin` in a run of tests.
+"""
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 WITNESS, LOG = "witness", "log"
@@ -20,7 +29,9 @@ class Plant:
         name: its name in the record.
         promises: the promises that it breaks.
         what: a one-line description.
-        apply: applies the fault.
+        at: what it exchanges, as "module:name" or "module:Class.name"; of several, one after the
+            other.
+        exchange: takes what is right and returns what is put in its place.
         caught_by: the tests that must fail, as pytest arguments; or WITNESS or LOG.
         in_cut: whether CI's cut includes it.
     """
@@ -28,9 +39,18 @@ class Plant:
     name: str
     promises: tuple[int, ...]
     what: str
-    apply: Callable[[], None]
+    at: tuple[str, ...]
+    exchange: Callable[[Any], Any]
     caught_by: tuple[str, ...]
     in_cut: bool = False
+
+    def apply(self) -> None:
+        """Put the fault in, for as long as the process lives."""
+        for place in self.at:
+            module, _, path = place.partition(":")
+            *owners, name = path.split(".")
+            owner = reduce(getattr, owners, importlib.import_module(module))
+            setattr(owner, name, self.exchange(getattr(owner, name)))
 
 
 PLANTS: dict[str, Plant] = {}
@@ -41,400 +61,337 @@ STALLING = "stall me"
 
 
 def plant(
-    *promises: int, what: str, caught_by: str, in_cut: bool = False
-) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    *promises: int, at: str, what: str, caught_by: str, in_cut: bool = False
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register a plant under the function's name."""
 
-    def enter(apply: Callable[[], None]) -> Callable[[], None]:
-        name = apply.__name__.strip("_").replace("_", "-")
-        PLANTS[name] = Plant(name, promises, what, apply, tuple(caught_by.split()), in_cut)
-        return apply
+    def enter(exchange: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        name = exchange.__name__.replace("_", "-")
+        places, tests = tuple(at.split()), tuple(caught_by.split())
+        PLANTS[name] = Plant(name, promises, what, places, exchange, tests, in_cut)
+        return exchange
 
     return enter
 
 
-@plant(1, what="a request whose step failed is not told so", caught_by=CHANCE)
-def no_end() -> None:
-    from engine.core.endings import LiveRequests
-
+@plant(
+    1,
+    at="engine.core.endings:LiveRequests.fail",
+    what="a request whose step failed is not told so",
+    caught_by=CHANCE,
+)
+def no_end(_: Any) -> Any:
     def fail(self: Any, live: Any, failure: Any) -> None:
         for request in list(live.choices.values()):
             self._scheduler.remove(request)
 
-    LiveRequests.fail = fail  # type: ignore[method-assign]
+    return fail
 
 
 @plant(
     1,
+    at="engine.core.engine_core:EngineCore.take_outputs",
     what="the end of a choice is told twice",
     caught_by="tests/engine/core/test_core.py::test_every_end_in_every_state",
 )
-def two_ends() -> None:
-    from dataclasses import replace
-
-    from engine.core.engine_core import EngineCore
-
-    take = EngineCore.take_outputs
-
-    def twice(self: EngineCore) -> Any:
+def two_ends(take: Any) -> Any:
+    def twice(self: Any) -> Any:
         found = take(self)
         ends = tuple(one for one in found.outputs if one.ends_request)
         return replace(found, outputs=found.outputs + ends)
 
-    EngineCore.take_outputs = twice  # type: ignore[method-assign]
-
-
-@plant(2, what="one token in fifty is lost on its way", caught_by=CHANCE, in_cut=True)
-def a_lost_token() -> None:
-    from service.delivery.choice import ChoiceLog
-
-    push, count = ChoiceLog.push, [0]
-
-    def losing(self: ChoiceLog, ids: Any, logprobs: Any, now: float) -> Any:
-        count[0] += len(ids)
-        if count[0] % 50 == 0 and len(ids) == 1:
-            return None
-        return push(self, ids, logprobs, now)
-
-    ChoiceLog.push = losing  # type: ignore[method-assign]
+    return twice
 
 
 @plant(
     2,
+    at="service.delivery.choice:ChoiceLog.push",
+    what="one token in fifty is lost on its way",
+    caught_by=CHANCE,
+    in_cut=True,
+)
+def a_lost_token(push: Any) -> Any:
+    count = 0
+
+    def losing(self: Any, ids: Any, logprobs: Any, now: float) -> Any:
+        nonlocal count
+        count += len(ids)
+        if count % 50 == 0 and len(ids) == 1:
+            return None
+        return push(self, ids, logprobs, now)
+
+    return losing
+
+
+@plant(
+    2,
+    at="service.delivery.log:EventLog.move_to",
     what="what is sent after an attach begins one event too late",
     caught_by="tests/service/test_properties.py::"
     "test_lost_streams_resume_without_loss_or_repetition",
 )
-def a_gap_after_attach() -> None:
-    from service.delivery.log import EventLog
-
-    move = EventLog.move_to
-
-    def late(self: EventLog, seq: int, credit: Any) -> None:
+def a_gap_after_attach(move: Any) -> Any:
+    def late(self: Any, seq: int, credit: Any) -> None:
         move(self, min(seq + (seq > 1), self.next_seq), credit)
 
-    EventLog.move_to = late  # type: ignore[method-assign]
-
-
-@plant(3, what=f"the event loop stands still for {STALL_S} s at one input", caught_by=WITNESS)
-def a_stall() -> None:
-    from service.convert.converter import Converter
-
-    draft = Converter.draft
-
-    def slow(self: Converter, message: Any, *more: Any) -> Any:
-        if message.spec.text.text == STALLING:
-            time.sleep(STALL_S)
-        return draft(self, message, *more)
-
-    Converter.draft = slow  # type: ignore[method-assign]
+    return late
 
 
 @plant(
     3,
+    at="service.convert.converter:Converter.draft",
+    what=f"the event loop stands still for {STALL_S} s at one input",
+    caught_by=WITNESS,
+)
+def a_stall(draft: Any) -> Any:
+    def slow(self: Any, message: Any, *more: Any) -> Any:
+        if message.spec.text.text == STALLING:
+            time.sleep(STALL_S)
+        return draft(self, message, *more)
+
+    return slow
+
+
+@plant(
+    3,
+    at="engine.core.endings:LiveRequests.fail_at_token",
     what="a request that cannot be sampled ends its whole batch",
     caught_by="tests/campaign/test_parts.py::test_a_cell_beside_a_fault[sampler]",
 )
-def an_error_that_spreads() -> None:
-    from engine.core.endings import LiveRequests
-
-    fail = LiveRequests.fail_at_token
-
+def an_error_that_spreads(fail: Any) -> Any:
     def spread(self: Any, live: Any, request: Any, message: str) -> None:
         fail(self, live, request, message)
         for other in list(self.by_id.values()):
             self.fail_alone(other, message, RuntimeError(message))
 
-    LiveRequests.fail_at_token = spread  # type: ignore[method-assign]
+    return spread
 
 
 @plant(
     4,
+    at="engine.sampling.greedy:in_torch",
     what="greedy sampling takes the last token of the vocabulary now and then",
     caught_by="tests/engine/test_parity.py::test_without_pressure_too",
 )
-def a_wrong_token() -> None:
-    from engine.sampling import greedy
-
-    right, count = greedy.in_torch, [0]
+def a_wrong_token(right: Any) -> Any:
+    numbers = itertools.count(1)
 
     def wrong(logits: Any) -> Any:
         found = right(logits)
-        count[0] += 1
-        if count[0] % 5 == 0:
+        if next(numbers) % 5 == 0:
             found[-1] = logits.shape[-1] - 1
         return found
 
-    greedy.in_torch = wrong
+    return wrong
 
 
 @plant(
     4,
+    at="engine.sampling.sampling_rows:uniform",
     what="a seeded request's randomness depends on its neighbours",
     caught_by="tests/engine/test_seeded_sampling.py",
 )
-def a_seed_that_is_shared() -> None:
-    from engine.sampling import sampling_rows
-
-    right, count = sampling_rows.uniform, [0]
-
-    def shared(*arguments: int) -> float:
-        count[0] += 1
-        return (right(*arguments) + 0.1 * (count[0] % 7)) % 1.0
-
-    sampling_rows.uniform = shared
+def a_seed_that_is_shared(right: Any) -> Any:
+    numbers = itertools.count(1)
+    return lambda *arguments: (right(*arguments) + 0.1 * (next(numbers) % 7)) % 1.0
 
 
-@plant(5, what="one block of a request in eight is not freed", caught_by=CHANCE, in_cut=True)
-def a_lost_block() -> None:
-    from engine.kv_cache.block_pool import BlockPool
+@plant(
+    5,
+    at="engine.kv_cache.block_pool:BlockPool.free",
+    what="one block of a request in eight is not freed",
+    caught_by=CHANCE,
+    in_cut=True,
+)
+def a_lost_block(free: Any) -> Any:
+    numbers = itertools.count(1)
 
-    free, count = BlockPool.free, [0]
-
-    def leaky(self: BlockPool, blocks: Any) -> None:
-        count[0] += 1
+    def leaky(self: Any, blocks: Any) -> None:
         found = list(blocks)
-        free(self, found[1:] if count[0] % 8 == 0 and found else found)
+        free(self, found[1:] if next(numbers) % 8 == 0 and found else found)
 
-    BlockPool.free = leaky  # type: ignore[method-assign]
+    return leaky
 
 
 @plant(
     6,
+    at="engine.core.engine_core:EngineCore.cancel",
     what="a cancelled request goes on to its end",
     caught_by="tests/engine/core/test_core.py::test_every_end_in_every_state",
 )
-def a_cancel_that_does_nothing() -> None:
-    from engine.core.engine_core import EngineCore
-
-    def cancel(self: EngineCore, request_id: Any) -> bool:
-        return request_id in self._live.by_id
-
-    EngineCore.cancel = cancel  # type: ignore[method-assign]
+def a_cancel_that_does_nothing(_: Any) -> Any:
+    return lambda self, request_id: request_id in self._live.by_id
 
 
 @plant(
     7,
+    at="service.delivery.registry:Registry.has_ended",
     what="a kilobyte of every request stays",
     caught_by="tests/campaign/test_parts.py::test_a_kilobyte_that_stays_of_each_request_is_found",
     in_cut=True,
 )
-def a_leak() -> None:
-    from service.delivery.registry import Registry
-
+def a_leak(ended: Any) -> Any:
     kept: list[bytes] = []
-    ended = Registry.has_ended
 
-    def leaky(self: Registry, request: Any) -> None:
+    def leaky(self: Any, request: Any) -> None:
         kept.append(bytes(1000))
         ended(self, request)
 
-    Registry.has_ended = leaky  # type: ignore[method-assign]
+    return leaky
 
 
 @plant(
     7,
+    at="engine.fairness.shares:Shares._due",
     what="a caller's share of a limit is ignored",
     caught_by="tests/service/test_shares.py::test_one_caller_fills_a_bound_and_another_gets_its_share",
 )
-def a_share_that_is_ignored() -> None:
-    from dataclasses import replace
-
-    from engine.fairness.shares import Shares
-
-    right = Shares._due
-
-    def blind(self: Any, *arguments: Any) -> Any:
-        return replace(right(self, *arguments), is_within=True, is_of_due_group=True)
-
-    Shares._due = blind  # type: ignore[method-assign]
+def a_share_that_is_ignored(right: Any) -> Any:
+    return lambda *arguments: replace(right(*arguments), is_within=True, is_of_due_group=True)
 
 
 @plant(
     8,
+    at="engine.loading.gate:_LAYER_TOLERANCE engine.loading.gate:_LOGITS_TOLERANCE",
     what="a model whose layers differ from what is run passes the gate",
     caught_by="tests/engine/loading/test_gate.py::test_a_wrong_backend_is_caught",
 )
-def an_open_gate() -> None:
-    from engine.loading import gate
-
-    for name, value in vars(gate).items():
-        if name in ("_LAYER_TOLERANCE", "_LOGITS_TOLERANCE"):
-            for kind in value:
-                value[kind] = float("inf")
+def an_open_gate(tolerances: Any) -> Any:
+    return dict.fromkeys(tolerances, float("inf"))
 
 
 @plant(
     9,
+    at="service.errors.status_table:_public",
     what="the text of an unexpected exception reaches the caller",
     caught_by="tests/service/delivery/test_engine_calls.py tests/service/test_hard_inputs.py"
     " tests/service/servicers/test_generate.py",
 )
-def a_frank_error() -> None:
-    from dataclasses import replace
-
-    from service.errors import status_table
-
-    public = status_table._public
-
-    def frank(error: BaseException) -> Any:
-        return replace(public(error), message=f"{type(error).__name__}: {error}")
-
-    status_table._public = frank
+def a_frank_error(public: Any) -> Any:
+    return lambda error: replace(public(error), message=f"{type(error).__name__}: {error}")
 
 
 @plant(
     10,
+    at="service.door.callers_file:CallerEntry.may_call",
     what="every known caller may call everything",
     caught_by="tests/service/door/test_auth.py::test_the_right_token_and_the_wrong_service",
     in_cut=True,
 )
-def a_grant_for_all() -> None:
-    from service.door.callers_file import CallerEntry
-
-    CallerEntry.may_call = lambda self, method: True  # type: ignore[method-assign]
+def a_grant_for_all(_: Any) -> Any:
+    return lambda self, method: True
 
 
 @plant(
     10,
+    at="service.convert.converter:cache_salt",
     what="all identities share cached prefixes",
     caught_by="tests/service/door/test_auth.py::test_identities_share_no_cached_prefixes",
 )
-def a_shared_prefix() -> None:
-    from service.convert import converter as request
-
-    request.cache_salt = lambda identity, salt: b"the same"
+def a_shared_prefix(_: Any) -> Any:
+    return lambda identity, salt: b"the same"
 
 
 @plant(
     10,
+    at="service.door.auth:Permit.check",
     what="a session whose token was revoked goes on",
     caught_by="tests/service/door/test_revoked.py::test_every_command_is_refused_and_the_session_ends",
 )
-def a_revoked_token() -> None:
-    from service.door.auth import Permit
-
-    Permit.check = lambda self: None  # type: ignore[method-assign]
+def a_revoked_token(_: Any) -> Any:
+    return lambda self: None
 
 
 @plant(
     11,
+    at="service.door.auth:Authenticator.by_token",
     what='a caller\'s token is logged, without the "Bearer" by which the log would hide it',
     caught_by=LOG,
 )
-def a_token_in_the_log() -> None:
-    from service.door.auth import Authenticator
-
-    by_token = Authenticator.by_token
-
-    def telling(self: Authenticator, method: str, metadata: Any) -> Any:
+def a_token_in_the_log(by_token: Any) -> Any:
+    def telling(self: Any, method: str, metadata: Any) -> Any:
         token = dict(metadata).get("authorization", "").removeprefix("Bearer ")
         logging.getLogger("service.door.auth").warning("a call with %s", token)
         return by_token(self, method, metadata)
 
-    Authenticator.by_token = telling  # type: ignore[method-assign]
+    return telling
 
 
 @plant(
     12,
+    at="engine.scheduler.token_counters:TokenCounters.weight",
     what="the weights of callers are ignored",
     caught_by="tests/engine/scheduler/test_fair.py::test_weights_are_heeded",
 )
-def a_weight_that_is_ignored() -> None:
-    from engine.scheduler.token_counters import TokenCounters
-
-    TokenCounters.weight = lambda self, share: 1.0  # type: ignore[method-assign]
+def a_weight_that_is_ignored(_: Any) -> Any:
+    return lambda self, share: 1.0
 
 
 @plant(
     13,
+    at="service.delivery.registry:Registry.retried",
     what="the same call again starts another request",
     caught_by="tests/service/delivery/test_retries.py::test_addrequest_again_gets_the_first_answer",
 )
-def a_retry_that_is_forgotten() -> None:
-    from service.delivery.registry import Registry
+def a_retry_that_is_forgotten(_: Any) -> Any:
+    async def retried(self: Any, identity: str, name: str, *_: Any) -> None:
+        self.requests.pop((identity, name), None)
 
-    async def retried(self: Registry, *_: Any) -> None:
-        self.requests.pop((_[0], _[1]), None)
-
-    Registry.retried = retried  # type: ignore[method-assign,assignment]
+    return retried
 
 
 @plant(
     14,
+    at="engine.text.chat_template:ChatTemplate.render",
     what="a conversation's prompt loses the blanks at its end",
     caught_by="tests/engine/text/test_chat_template.py::test_renders_as_transformers",
 )
-def a_stripped_prompt() -> None:
-    from engine.text.chat_template import ChatTemplate
-
-    render = ChatTemplate.render
-
-    def stripped(self: ChatTemplate, values: Any) -> str:
-        return render(self, values).rstrip()
-
-    ChatTemplate.render = stripped  # type: ignore[method-assign]
+def a_stripped_prompt(render: Any) -> Any:
+    return lambda self, values: render(self, values).rstrip()
 
 
 @plant(
     15,
+    at="service.replies.pieces:PieceWriter.text",
     what="text between two calls of a reply is dropped where it is blank",
     caught_by="tests/service/replies/test_any_reply.py",
 )
-def a_reply_that_loses_blanks() -> None:
-    from service.replies.pieces import PieceWriter
-
-    text = PieceWriter.text
-
-    def lossy(self: PieceWriter, raw: str) -> None:
-        if not raw.isspace():
-            text(self, raw)
-
-    PieceWriter.text = lossy  # type: ignore[method-assign]
+def a_reply_that_loses_blanks(text: Any) -> Any:
+    return lambda self, raw: None if raw.isspace() else text(self, raw)
 
 
 @plant(
     9,
     10,
+    at="service.door.callers_file:ConfigError",
     what="an error about the callers' file shows a digest",
     caught_by="tests/campaign/test_parts.py::test_a_target_takes_its_seeds_and_what_becomes_of_them"
     " tests/service/door/test_auth.py::test_an_error_does_not_end_in_the_callers_file",
 )
-def a_digest_in_an_error() -> None:
-    from engine.contract.errors import ConfigError
-    from service.door import callers_file as callers
-
-    def telling(*arguments: Any) -> ConfigError:
-        return ConfigError(
-            arguments[0], f"{arguments[1]} (0123456789abcdef{'0123456789abcdef' * 3})"
-        )
-
-    callers.ConfigError = telling  # type: ignore[misc,assignment]
+def a_digest_in_an_error(right: Any) -> Any:
+    digest = "0123456789abcdef" * 4
+    return lambda field, message, *_: right(field, f"{message} ({digest})")
 
 
 @plant(
     16,
+    at="headrace._fleet:FleetState.set_aside",
     what="a client of several servers does not notice that one is gone",
     caught_by="tests/clients/python/test_fleet.py::test_a_server_is_replaced_at_its_address",
 )
-def a_server_that_is_not_set_aside() -> None:
-    from headrace._fleet import FleetState
-
-    FleetState.set_aside = lambda self, server, problem: None  # type: ignore[method-assign]
+def a_server_that_is_not_set_aside(_: Any) -> Any:
+    return lambda self, server, problem: None
 
 
 @plant(
     17,
+    at="engine.core.step_results:StepResults._append",
     what="tokens after a draft that was wrong are kept",
     caught_by="tests/engine/runner/test_drafts.py::test_drafts_change_no_token",
 )
-def a_wrong_draft_that_is_kept() -> None:
-    from engine.core.step_results import StepResults
-
-    append = StepResults._append
-
+def a_wrong_draft_that_is_kept(append: Any) -> Any:
     def trusting(self: Any, live: Any, part: Any, tokens: Any, *rest: Any) -> None:
         drafts = tuple(tokens[: len(part.drafts)])
         append(self, live, part._replace(drafts=drafts), tokens, *rest)
 
-    StepResults._append = trusting  # type: ignore[method-assign]
+    return trusting

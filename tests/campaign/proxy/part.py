@@ -10,52 +10,28 @@ grow by more than the limit for strangers.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 import grpc
-import psutil
-from headrace.v1 import model_service_pb2 as model
-from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 
 from benchmarks.models import DEMO
 from benchmarks.processes import SystemFailure
 from benchmarks.proxies.running import ENVOY, Proxy, proxy
 from tests.campaign.hostile.judging import STRANGERS_BYTES
-from tests.campaign.hostile.sending import told
+from tests.campaign.hostile.sending import MODEL, told
 from tests.campaign.hostile.server import WITNESS, Server
 from tests.campaign.parts import Course, Part, Tried, some
 from tests.campaign.proxy.flood import BLOCKS, flood
+from tests.campaign.witness.memory import Watched
 
 SECONDS = 5.0
 READY_S = 30.0
 """The time limit for Envoy to find the server healthy."""
 STRAIGHT, THROUGH = "straight", "through Envoy"
 LACK = "gRPC's core has no bound for it, docs/promises.md says so"
-
-
-class Growth:
-    """Growth of the resident memory of processes since the start, in bytes.
-
-    Attributes:
-        most: the largest growth of each process, by name.
-    """
-
-    def __init__(self, pids: Mapping[str, int]) -> None:
-        self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
-        self._first = {name: one.memory_info().rss for name, one in self._processes.items()}
-        self.most = dict.fromkeys(pids, 0)
-
-    def look(self) -> int:
-        """Measure all processes and return the largest growth."""
-        for name, process in self._processes.items():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                grown = process.memory_info().rss - self._first[name]
-                self.most[name] = max(self.most[name], grown)
-        return max(self.most.values())
 
 
 def run(course: Course) -> None:
@@ -81,20 +57,27 @@ def flooded(course: Course, way: str, kind: str) -> Tried:
         if before is not None:
             pids["Envoy"] = before.process.pid
         port = _port(server) if before is None else before.port
-        growth = Growth(pids)
-        sent = flood(port, BLOCKS[kind], course.seconds or SECONDS, growth.look)
+        watched = {name: Watched(pid) for name, pid in pids.items()}
+        for one in watched.values():
+            one.begin()
+        sent = flood(
+            port,
+            BLOCKS[kind],
+            course.seconds or SECONDS,
+            lambda: max(one.memory().growth for one in watched.values()),
+        )
         answer = _answer(server, port)  # what was sent before is read by then
-        growth.look()
+        growths = {name: one.memory().growth for name, one in watched.items()}
         wrong = [
             f"{name} grew by {grown / 1e6:.0f} MB, above {STRANGERS_BYTES / 1e6:.0f}"
-            for name, grown in growth.most.items()
+            for name, grown in growths.items()
             if grown > STRANGERS_BYTES
         ]
         if answer != "OK":
             wrong.append(f"a caller got {answer} afterwards")
         if "engine" not in server.pids:
             wrong.append("a process of the server has ended")
-    grown = ", ".join(f"{name} {size / 1e6:+.0f} MB" for name, size in growth.most.items())
+    grown = ", ".join(f"{name} {size / 1e6:+.0f} MB" for name, size in growths.items())
     stopped = ", where it was stopped" if sent.is_capped else ""
     return _row(
         way,
@@ -134,13 +117,10 @@ def _port(server: Server) -> int:
 
 def _answer(server: Server, port: int) -> str:
     """Return the answer that a caller with a token gets at a port."""
-    metadata = [("authorization", f"Bearer {server.token(WITNESS)}")]
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub: Any = ModelServiceStub(channel)
-        try:
-            stub.GetModel(model.GetModelRequest(), metadata=metadata, timeout=READY_S)
-        except grpc.RpcError as error:
-            return told(error)
+    try:
+        server.call(MODEL + "GetModel", b"", WITNESS, target=f"127.0.0.1:{port}")
+    except grpc.RpcError as error:
+        return told(error)
     return "OK"
 
 

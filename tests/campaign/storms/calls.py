@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from headrace.v1 import generation_service_pb2 as rpc
 
 from benchmarks.measures import quantile
-from tests.campaign.hostile.sending import GENERATION, OPTIONS, told
-from tests.campaign.hostile.server import ATTACKER, Server
+from tests.campaign.hostile import encoding as wire
+from tests.campaign.hostile.sending import GENERATION, Sender, told
+from tests.campaign.hostile.server import Server
+from tests.campaign.storms.storm import Found, storm
 from tests.service.helpers import Refused as refusal
 
 CALL_TOKENS = 4
@@ -27,6 +28,7 @@ TWICE, MORE_S = 2.0, 0.5
 Slots that become free after the first refusal are assigned to the refused calls in order.
 """
 PATIENCE_S = 300.0
+UNREAD_S = 10.0
 
 
 @dataclass(slots=True)
@@ -49,50 +51,40 @@ class Crowd:
         ends: when calls ended, in seconds since the storm began.
     """
 
-    def __init__(self, server: Server, calls: int, connections: int) -> None:
+    def __init__(self) -> None:
         self.tally: Counter[str] = Counter()
         self.refused: list[Refused] = []
         self.ends: list[float] = []
-        self._target = server.target
-        self._metadata = [("authorization", f"Bearer {server.token(ATTACKER)}")]
-        self._calls, self._connections = calls, connections
         self._began = 0.0
 
-    async def run(self) -> None:
-        """Run all calls."""
-        channels = [
-            grpc.aio.insecure_channel(self._target, options=[*OPTIONS, ("headrace.number", number)])
-            for number in range(self._connections)
-        ]
+    async def run(self, s: Sender, calls: int, connections: int) -> Found:
+        """Run all calls and judge them."""
+        channels = [s.connect() for _ in range(connections)]
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
         self._began = time.monotonic()
-        await asyncio.gather(
-            *(self._call(channels[number % len(channels)], number) for number in range(self._calls))
-        )
-        await asyncio.gather(*(channel.close() for channel in channels))
+        await s.crowd(calls, lambda number: self._call(s, channels[number % connections], number))
+        return calls, *self.judge()
 
-    async def _call(self, channel: Any, number: int) -> None:
+    async def _call(self, s: Sender, channel: Any, number: int) -> None:
         # The same call again is known by its id, and goes before those that come first.
-        raw = rpc.GenerateRequest(
-            spec={
-                "request_id": f"storm-{number}",
-                "text": {"text": "a"},
-                "stop": {"max_tokens": CALL_TOKENS, "ignore_eos": True},
-            }
-        ).SerializeToString()
-        found = await self._try(channel, raw)
+        raw = wire.request(
+            "a",
+            request_id=f"storm-{number}",
+            stop={"max_tokens": CALL_TOKENS, "ignore_eos": True},
+        )
+        found = await self._try(s, channel, raw)
         if isinstance(found, Refused):
             self.refused.append(found)
             await asyncio.sleep(found.advice_s)
-            again = await self._try(channel, raw)
+            again = await self._try(s, channel, raw)
             found.is_in = again == "OK"
             found = "refused again" if isinstance(again, Refused) else again
         self.tally[found] += 1
 
-    async def _try(self, channel: Any, raw: bytes) -> Refused | str:
+    async def _try(self, s: Sender, channel: Any, raw: bytes) -> Refused | str:
         try:
             await channel.unary_unary(GENERATION + "Generate")(
-                raw, metadata=self._metadata, timeout=PATIENCE_S
+                raw, metadata=s.credentials(), timeout=PATIENCE_S
             )
         except grpc.aio.AioRpcError as error:
             advice = refusal(error).details.get("RetryInfo")
@@ -105,9 +97,12 @@ class Crowd:
 
     def judge(self) -> tuple[str, list[str]]:
         """Return a summary of the refused calls, and the violations."""
+        odd = {
+            end: count for end, count in self.tally.items() if end not in ("OK", "refused again")
+        }
+        wrong = [f"{count} {end}" for end, count in odd.items()]
         if not self.refused:
-            return "none was refused", []
-        wrong = []
+            return "none was refused", wrong
         share = sum(one.is_in for one in self.refused) / len(self.refused)
         if share < FIRST_RETURN:
             wrong.append(f"{share:.0%} got in at their first return, fewer than {FIRST_RETURN:.0%}")
@@ -128,25 +123,32 @@ class Crowd:
         ), wrong
 
 
-async def non_readers(server: Server, count: int, seconds: float) -> int:
-    """Hold streams that nobody reads, each on a separate connection, for the given time.
+@storm("calls at once", 3, 7, 9, whole=3000)
+async def calls_at_once(server: Server, s: Sender, calls: int) -> Found:
+    """Calls at once on 30 connections, of which those that are refused come again as told."""
+    return await Crowd().run(s, calls, 30)
 
-    Returns how many stayed open.
+
+@storm("connections", 3, 7, whole=300, cut=60)
+async def calls_apart(server: Server, s: Sender, calls: int) -> Found:
+    """Calls at once, each on a connection of its own."""
+    return await Crowd().run(s, calls, calls)
+
+
+@storm("non-readers", 3, 7, whole=50)
+async def non_readers(server: Server, s: Sender, count: int) -> Found:
+    """Streams of 1,500 tokens that nobody reads.
+
+    Each has a separate connection. How many stayed open is told.
     """
-    raw = rpc.GenerateStreamRequest(
-        spec={"text": {"text": "a"}, "stop": {"max_tokens": 1500, "ignore_eos": True}}
-    ).SerializeToString()
-    metadata = [("authorization", f"Bearer {server.token(ATTACKER)}")]
-    channels, calls = [], []
-    for number in range(count):
-        options = [*OPTIONS, ("headrace.number", number), ("grpc.http2.lookahead_bytes", 0)]
-        channel = grpc.aio.insecure_channel(server.target, options=options)
-        channels.append(channel)
-        stream: Any = channel.unary_stream(GENERATION + "GenerateStream")
-        calls.append(stream(raw, metadata=metadata))
-    await asyncio.sleep(seconds)
+    raw = wire.request("a", stop={"max_tokens": 1500, "ignore_eos": True})
+    calls = []
+    for _ in range(count):
+        channel: Any = s.connect(("grpc.http2.lookahead_bytes", 0))
+        stream = channel.unary_stream(GENERATION + "GenerateStream")
+        calls.append(stream(raw, metadata=s.credentials()))
+    await asyncio.sleep(UNREAD_S)
     still = sum(not call.done() for call in calls)
     for call in calls:
         call.cancel()
-    await asyncio.gather(*(channel.close() for channel in channels))
-    return still
+    return count, f"{still} were open at the end", []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.campaign.hostile.inputs.chats import CHATS
 from tests.campaign.hostile.inputs.control import CONTROL_GROUP
 from tests.campaign.hostile.inputs.derived import FIELDS, of
-from tests.campaign.hostile.inputs.kinds import Group, Input, by_cases
+from tests.campaign.hostile.inputs.kinds import Group, Input
 from tests.campaign.hostile.inputs.messages import MESSAGES
 from tests.campaign.hostile.inputs.options import OPTIONS
 from tests.campaign.hostile.inputs.reading import READING
@@ -21,11 +21,9 @@ from tests.campaign.hostile.inputs.strangers import (
     STREAMS,
     TLS,
 )
-from tests.campaign.hostile.inputs.structured import STRUCTURED
-from tests.campaign.hostile.inputs.tags import TAGS
+from tests.campaign.hostile.inputs.tags import STRUCTURED
 from tests.campaign.hostile.inputs.texts import TEXTS
 
-STRUCTURED.inputs += TAGS
 CHOSEN = (
     MESSAGES,
     CHATS,
@@ -44,15 +42,11 @@ CHOSEN = (
     WAITING_PROMPTS,
 )
 _taken = {case.field for group in CHOSEN for one in group.inputs for case in one.cases}
-OTHERS = Group(
-    "other fields",
-    inputs=[
-        by_cases(
-            "other-fields",
-            "hostile values of all scalar fields that no other input takes",
-            *of(*(FIELDS.keys() - _taken)),
-        )
-    ],
+OTHERS = Group("other fields")
+OTHERS.tries(
+    "other-fields",
+    "hostile values of all scalar fields that no other input takes",
+    *of(*(FIELDS.keys() - _taken)),
 )
 GROUPS = (*CHOSEN, OTHERS)
 """All groups. Inputs that mainly test memory use are in small groups with a new server each."""

@@ -32,12 +32,18 @@ VALUES: Mapping[int, tuple[Any, ...]] = {
     FieldDescriptor.CPPTYPE_ENUM: (0, 99, -1),
     FieldDescriptor.CPPTYPE_UINT32: (0, MOST_32),
     FieldDescriptor.CPPTYPE_UINT64: (0, MOST_64),
-    FieldDescriptor.CPPTYPE_INT32: (0, 101, -101, 2**31 - 1, -(2**31)),
+    FieldDescriptor.CPPTYPE_INT32: (0, -1, 2**31 - 1, -(2**31)),
     FieldDescriptor.CPPTYPE_INT64: (0, -1, MOST_63, -MOST_63 - 1),
     FieldDescriptor.CPPTYPE_FLOAT: FLOATS,
     FieldDescriptor.CPPTYPE_DOUBLE: FLOATS,
     FieldDescriptor.CPPTYPE_STRING: ("", ODD, LONG),
 }
+WHOLE = (
+    FieldDescriptor.CPPTYPE_UINT32,
+    FieldDescriptor.CPPTYPE_UINT64,
+    FieldDescriptor.CPPTYPE_INT32,
+    FieldDescriptor.CPPTYPE_INT64,
+)
 DURATIONS = (
     *({"seconds": number} for number in (-1, 61, 3601, 86_401, 315_576_000_000, MOST_63)),
     *({"nanos": number} for number in (0, 1, -5, 2_000_000_000)),
@@ -75,8 +81,23 @@ Refuses = Callable[[Any], bool]
 """Whether a value is refused."""
 
 
-def outside(least: float, most: float) -> Refuses:
-    return lambda value: not least <= value <= most
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Refuses what lies outside of bounds. Whole numbers next to the bounds are tried too."""
+
+    least: float
+    most: float
+
+    def __call__(self, value: float) -> bool:
+        return not self.least <= value <= self.most
+
+    def next_to(self, one: FieldDescriptor) -> Iterator[int]:
+        """Return the whole numbers just outside that the field can hold."""
+        if one.cpp_type in WHOLE:
+            extremes = VALUES[one.cpp_type]
+            for value in (self.least - 1, self.most + 1):
+                if min(extremes) <= value <= max(extremes):
+                    yield int(value)
 
 
 def seconds_outside(least: float, most: float) -> Refuses:
@@ -95,27 +116,27 @@ def is_long(value: str) -> bool:
 _NOBODY = ("NOT_FOUND REQUEST_NOT_FOUND",)
 _ELSEWHERE = ("NOT_FOUND WRONG_INSTANCE",)
 _NO_CREDIT = ("FAILED_PRECONDITION FAILED_PRECONDITION",)
-_UNKNOWN_ENUM = outside(0, 90)
+_UNKNOWN_ENUM = Outside(0, 90)
 ANSWERS: Mapping[str, Refuses | tuple[str, ...]] = {
-    "SamplingOptions.temperature": outside(0, 100),
-    "SamplingOptions.top_p": outside(1e-46, 1),
-    "SamplingOptions.min_p": outside(0, 1),
-    "SamplingOptions.typical_p": outside(1e-46, 1),
-    "SamplingOptions.repetition_penalty": outside(1e-46, 10),
-    "SamplingOptions.presence_penalty": outside(-2, 2),
-    "SamplingOptions.frequency_penalty": outside(-2, 2),
-    "SamplingOptions.no_repeat_ngram_size": outside(0, 1024),
-    "SamplingOptions.seed": outside(0, MOST_63),
-    "StopOptions.min_tokens": outside(0, 2),
+    "SamplingOptions.temperature": Outside(0, 100),
+    "SamplingOptions.top_p": Outside(1e-46, 1),
+    "SamplingOptions.min_p": Outside(0, 1),
+    "SamplingOptions.typical_p": Outside(1e-46, 1),
+    "SamplingOptions.repetition_penalty": Outside(1e-46, 10),
+    "SamplingOptions.presence_penalty": Outside(-2, 2),
+    "SamplingOptions.frequency_penalty": Outside(-2, 2),
+    "SamplingOptions.no_repeat_ngram_size": Outside(0, 1024),
+    "SamplingOptions.seed": Outside(0, MOST_63),
+    "StopOptions.min_tokens": Outside(0, 2),
     "OutputOptions.delivery": _UNKNOWN_ENUM,
-    "OutputOptions.logprobs": outside(0, 9999),
-    "OutputOptions.prompt_logprobs": outside(0, 9999),
-    "SchedulingOptions.priority": outside(-100, 100),
+    "OutputOptions.logprobs": Outside(0, 9999),
+    "OutputOptions.prompt_logprobs": Outside(0, 9999),
+    "SchedulingOptions.priority": Outside(-100, 100),
     "SchedulingOptions.time_limit": seconds_outside(1e-9, 86_400),
     "CacheOptions.salt": is_long,
-    "TruncationOptions.max_prompt_tokens": outside(1, MOST_32),
+    "TruncationOptions.max_prompt_tokens": Outside(1, MOST_32),
     "TruncationOptions.side": _UNKNOWN_ENUM,
-    "GenerationSpec.n": outside(1, 9999),
+    "GenerationSpec.n": Outside(1, 9999),
     "OpenCommand.lease": seconds_outside(0, 1e12),
     "OpenCommand.load_interval": seconds_outside(0.1, 3600),
     "WatchStatisticsRequest.interval": seconds_outside(0.1, 3600),
@@ -123,7 +144,7 @@ ANSWERS: Mapping[str, Refuses | tuple[str, ...]] = {
     "DrainRequest.timeout": seconds_outside(0, 86_400),
     "DrainRequest.reason": is_long,
     "PauseRequest.reason": is_long,
-    "SetLogLevelRequest.level": outside(1, 4),
+    "SetLogLevelRequest.level": Outside(1, 4),
     "AttachCommand.from_seq": _NOBODY,
     "AttachCommand.instance_id": (*_NOBODY, *_ELSEWHERE),
     "CancelCommand.instance_id": (OK, *_ELSEWHERE),
@@ -131,7 +152,7 @@ ANSWERS: Mapping[str, Refuses | tuple[str, ...]] = {
     "GetResultRequest.from_seq": _NOBODY,
     "GetResultRequest.until_done": _NOBODY,
     "GetResultRequest.instance_id": (*_NOBODY, *_ELSEWHERE),
-    "ChatMessage.role": outside(1, 90),
+    "ChatMessage.role": Outside(1, 90),
     "GenerationSpec.model": (OK, "NOT_FOUND MODEL_NOT_FOUND"),
     "CreditCommand.request_id": _NO_CREDIT,
     "CreditCommand.tokens": _NO_CREDIT,
@@ -206,8 +227,13 @@ def of(*names: str, fields: Mapping[str, Scalar] | None = None) -> list[Case]:
         _case(key, one, value)
         for key, one in (fields or FIELDS).items()
         if key in names or key.partition(".")[0] in names
-        for value in values_of(one.fields[-1])
+        for value in (*values_of(one.fields[-1]), *_next_to_bounds(key, one.fields[-1]))
     ]
+
+
+def _next_to_bounds(key: str, one: FieldDescriptor) -> Iterator[int]:
+    known = ANSWERS.get(key)
+    return known.next_to(one) if isinstance(known, Outside) else iter(())
 
 
 def _case(key: str, one: Scalar, value: Any) -> Case:

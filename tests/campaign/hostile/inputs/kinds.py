@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import Message
+from headrace.v1.generation_service_pb2 import GenerateRequest
 
-from tests.campaign.hostile.sending import SESSIONS, Sender
+from tests.campaign.hostile.encoding import ONCE
+from tests.campaign.hostile.sending import GENERATION, SESSIONS, Sender
 
 BOTH = ("demo", "long")
 OK = "OK"
@@ -103,38 +105,27 @@ class Case:
         )
 
 
-def by_cases(
-    name: str,
-    meaning: str,
-    *cases: Case,
-    width: int = 2,
-    seconds: float | None = None,
-    models: tuple[str, ...] = BOTH,
-) -> Input:
-    """Return an input that repeats a list of messages with the given number of concurrent calls.
-    Without `seconds`, it takes long enough for each of many cases to be tried.
+def generates(*answers: str, each: bool = False, **spec: Any) -> Case:
+    """Return a case of Generate with a short prompt and one token, if the spec's fields do not say
+    otherwise.
+
+    Args:
+        answers: the expected answers; none for OK.
+        each: as of a Case.
+        spec: the spec's fields; functions of the sender are called with it.
     """
 
-    async def send(s: Sender) -> None:
-        known = [None if case.each else case.message(s).SerializeToString() for case in cases]
-        pairs = list(zip(cases, known, strict=True))
+    def message(s: Sender) -> Message:
+        fields = {name: one(s) if callable(one) else one for name, one in spec.items()}
+        text = {} if {"tokens", "chat"} & fields.keys() else {"text": {"text": ONCE}}
+        return GenerateRequest(spec={**text, "stop": {"max_tokens": 1}, **fields})
 
-        async def one(index: int) -> None:
-            begin = index * len(pairs) // width  # so that all are tried early
-            for case, raw in (*pairs[begin:], *pairs[:begin]):
-                await case.ask(s, case.message(s).SerializeToString() if raw is None else raw)
+    return Case(GENERATION + "Generate", message, answers or (OK,), each)
 
-        await s.again(width, one)
 
-    return Input(
-        name=name,
-        meaning=meaning,
-        send=send,
-        answers=tuple(answer for case in cases for answer in case.answers),
-        cases=cases,
-        seconds=seconds or (len(cases) / CASES_A_SECOND if len(cases) > MANY_CASES else None),
-        models=models,
-    )
+def refused(field: str, **spec: Any) -> Case:
+    """Return a case of Generate whose spec's field is refused as invalid."""
+    return generates(*invalid(f"spec.{field}"), **spec)
 
 
 def invalid(*fields: str) -> tuple[str, ...]:
@@ -169,11 +160,45 @@ class Group:
         """
 
         def add(send: Send) -> Send:
-            names = {"name": send.__name__.replace("_", "-"), "meaning": _meaning(send)}
-            self.inputs.append(Input(send=send, **(names | more)))
+            self.inputs.append(Input(send=send, **(named(send) | more)))
             return send
 
         return add
+
+    def tries(
+        self,
+        name: str,
+        meaning: str,
+        *cases: Case,
+        width: int = 2,
+        seconds: float | None = None,
+        models: tuple[str, ...] = BOTH,
+    ) -> None:
+        """Add the input that repeats a list of messages with the given number of concurrent calls.
+        Without `seconds`, it takes long enough for each of many cases to be tried.
+        """
+
+        async def send(s: Sender) -> None:
+            known = [None if case.each else case.message(s).SerializeToString() for case in cases]
+            pairs = list(zip(cases, known, strict=True))
+
+            async def one(index: int) -> None:
+                begin = index * len(pairs) // width  # so that all are tried early
+                for case, raw in (*pairs[begin:], *pairs[:begin]):
+                    await case.ask(s, case.message(s).SerializeToString() if raw is None else raw)
+
+            await s.again(width, one)
+
+        found = Input(
+            name=name,
+            meaning=meaning,
+            send=send,
+            answers=tuple(answer for case in cases for answer in case.answers),
+            cases=cases,
+            seconds=seconds or (len(cases) / CASES_A_SECOND if len(cases) > MANY_CASES else None),
+            models=models,
+        )
+        self.inputs.append(found)
 
     def repeats(self, width: int = 2, **more: Any) -> Callable[[Round], Round]:
         """Add the input whose workers repeat the calls that a function returns."""
@@ -194,15 +219,16 @@ class Group:
 
                 await s.again(width, one)
 
-            send.__name__, send.__doc__ = round_of.__name__, round_of.__doc__
-            self.sends(**more)(send)
+            self.sends(**(named(round_of) | more))(send)
             return round_of
 
         return add
 
 
-def _meaning(named: Callable[..., object]) -> str:
-    found = " ".join((named.__doc__ or "").split()).removesuffix(".")
-    word = found.partition(" ")[0]
-    is_name = word.capitalize() != word  # of an RPC or a protocol
-    return found if is_name else found[:1].lower() + found[1:]
+def named(found: Callable[..., object]) -> dict[str, Any]:
+    """Return an input's name and meaning: a function's name, and its docstring."""
+    meaning = " ".join((found.__doc__ or "").split()).removesuffix(".")
+    word = meaning.partition(" ")[0]
+    if word.capitalize() == word:  # not the name of an RPC or a protocol
+        meaning = meaning[:1].lower() + meaning[1:]
+    return {"name": found.__name__.replace("_", "-"), "meaning": meaning}

@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1 import model_service_pb2 as model
 
 from tests.campaign.hostile import encoding as wire
-from tests.campaign.hostile.inputs.kinds import Call, Group, invalid
+from tests.campaign.hostile.inputs.kinds import Call, Group, invalid, named
 from tests.campaign.hostile.sending import CONTROL, GENERATION, HEALTH, MODEL, Sender
 
 GENERATE, SESSION = GENERATION + "Generate", GENERATION + "StreamResult"
 TOKENIZE = MODEL + "Tokenize"
 DEEPEST = 60
 """Nesting depth of lists; a template accepts at most 64 levels."""
-
 JSON_BYTES = 256 << 10
 """The longest JSON text that the server accepts."""
+USER, ASSISTANT = pb.CHAT_ROLE_USER, pb.CHAT_ROLE_ASSISTANT
+FIVE = b"\x05"
+"""A token id."""
+
+Body = Callable[[int], bytes]
+"""Returns a part of a message, of about a given size."""
+_HI = wire.spec("hi")
 
 
 def _either(field: str) -> tuple[str, ...]:
@@ -27,161 +38,168 @@ def _either(field: str) -> tuple[str, ...]:
     return invalid(field, f"spec.{field}")
 
 
-def _arguments(value: str, size: int) -> bytes:
-    """Return `template_arguments_json` of about the given size, with a list that repeats one
-    value.
-    """
-    values = ",".join([value] * max(1, size // (len(value) + 1)))
-    return wire.field(5, f'{{"a":[{values}]}}')
+def _chat(**fields: Any) -> bytes:
+    return pb.ChatInput(**fields).SerializeToString()
 
 
-def _chats(s: Sender, more: Callable[[int], bytes]) -> Iterator[Call]:
+def _chats(s: Sender, more: Body) -> Iterator[Call]:
     """Return chats with extra fields for Tokenize and Generate, of both message sizes."""
-    for body in [wire.message() + more(size) for size in s.sizes]:
-        yield Call(TOKENIZE, wire.field(2, body))
-        yield Call(GENERATE, wire.request(wire.chat_input(body)))
+    hi = _chat(messages=[{"role": USER, "content": "hi"}])
+    for body in [hi + more(size) for size in s.sizes]:
+        yield Call(TOKENIZE, wire.inside(model.TokenizeRequest, "chat", body))
+        yield Call(GENERATE, wire.inside(rpc.GenerateRequest, "spec.chat", body))
 
 
-def _with_ids(sampling_field: int, ids: bytes) -> bytes:
-    return wire.text_input("hi") + wire.sampling(wire.field(sampling_field, ids))
-
-
-def _generates(s: Sender, spec: Callable[[int], bytes]) -> Iterator[Call]:
+def _generates(s: Sender, spec: Body) -> Iterator[Call]:
     """Return specs for Generate and for a session, of both message sizes."""
-    for raw in [wire.request(spec(size)) for size in s.sizes]:
-        yield Call(GENERATE, raw)
-        yield Call(SESSION, wire.field(3, raw))  # an `add`, whose field 1 is the spec as well
+    for body in map(spec, s.sizes):
+        yield Call(GENERATE, wire.inside(rpc.GenerateRequest, "spec", body))
+        yield Call(SESSION, wire.inside(rpc.StreamResultRequest, "add.spec", body))
 
 
 MESSAGES = Group("messages")
 
 
-@MESSAGES.repeats(answers=_either("chat.tools"))
-def chat_tools(s: Sender) -> Iterable[Call]:
+def _chats_with(field: str) -> Callable[[Body], Body]:
+    """Add the input of chats with the part that a function returns. `field`: the one refused."""
+
+    def add(body: Body) -> Body:
+        @MESSAGES.repeats(answers=_either(field), **named(body))
+        def calls(s: Sender) -> Iterable[Call]:
+            return _chats(s, body)
+
+        return body
+
+    return add
+
+
+@_chats_with("chat.tools")
+def chat_tools(size: int) -> bytes:
     """Chats of as many tools as fit."""
-    return _chats(s, lambda size: wire.filled(wire.field(2, wire.field(1, "f")), size))
+    return wire.filled(_chat(tools=[{"name": "f"}]), size)
 
 
-@MESSAGES.repeats(answers=_either("chat.tools"))
-def chat_empty_tools(s: Sender) -> Iterable[Call]:
+@_chats_with("chat.tools")
+def chat_empty_tools(size: int) -> bytes:
     """Chats of as many empty tools as fit."""
-    return _chats(s, lambda size: wire.filled(wire.field(2, b""), size))
+    return wire.filled(_chat(tools=[{}]), size)
 
 
-@MESSAGES.repeats(answers=_either("chat.messages"))
-def chat_messages(s: Sender) -> Iterable[Call]:
+@_chats_with("chat.messages")
+def chat_messages(size: int) -> bytes:
     """Chats of as many empty messages as fit."""
-    return _chats(s, lambda size: wire.filled(wire.field(1, wire.count(1, 2)), size))
+    return wire.filled(_chat(messages=[{"role": USER}]), size)
 
 
-@MESSAGES.repeats(answers=_either("chat.messages"))
-def chat_short_messages(s: Sender) -> Iterable[Call]:
+@_chats_with("chat.messages")
+def chat_short_messages(size: int) -> bytes:
     """Chats of as many messages of one letter as fit."""
-    return _chats(s, lambda size: wire.filled(wire.message("a"), size))
+    return wire.filled(_chat(messages=[{"role": USER, "content": "a"}]), size)
+
+
+def _message(role: pb.ChatRole, parts: bytes) -> bytes:
+    """Return a chat of one message, which has the given parts."""
+    head = pb.ChatMessage(role=role).SerializeToString()
+    return wire.inside(pb.ChatInput, "messages", head + parts)
+
+
+def _calls(size: int, **call: Any) -> bytes:
+    """Return a message with as many calls of tools as fit."""
+    one = pb.ChatMessage(tool_calls=[{"name": "f", **call}]).SerializeToString()
+    return _message(ASSISTANT, wire.filled(one, size))
 
 
 @MESSAGES.repeats(answers=invalid("chat.messages.tool_calls"))
 def chat_tool_calls(s: Sender) -> Iterable[Call]:
     """A message with as many calls of tools as fit."""
     for size in s.sizes:
-        calls = wire.filled(wire.field(4, wire.field(2, "f")), size)
-        yield Call(TOKENIZE, wire.field(2, wire.field(1, wire.count(1, 3) + calls)))
+        yield Call(TOKENIZE, wire.inside(model.TokenizeRequest, "chat", _calls(size)))
 
 
-@MESSAGES.repeats(answers=_either("chat.template_arguments_json"))
-def template_nulls(s: Sender) -> Iterable[Call]:
+def _arguments(text: str) -> bytes:
+    return _chat(template_arguments_json=text)
+
+
+def _list(value: str, size: int) -> bytes:
+    """Return template arguments with a list that repeats one value."""
+    return _arguments(f'{{"a":[{",".join([value] * max(1, size // (len(value) + 1)))}]}}')
+
+
+@_chats_with("chat.template_arguments_json")
+def template_nulls(size: int) -> bytes:
     """As many nulls among the template's arguments as fit."""
-    return _chats(s, lambda size: _arguments("null", size))
+    return _list("null", size)
 
 
-@MESSAGES.repeats(answers=_either("chat.template_arguments_json"))
-def template_keys(s: Sender) -> Iterable[Call]:
+@_chats_with("chat.template_arguments_json")
+def template_keys(size: int) -> bytes:
     """As many names of template arguments as fit."""
-
-    def arguments(size: int) -> bytes:
-        names = ",".join(f'"k{number}":0' for number in range(size // 12))
-        return wire.field(5, f"{{{names}}}")
-
-    return _chats(s, arguments)
+    return _arguments("{" + ",".join(f'"k{number}":0' for number in range(size // 12)) + "}")
 
 
 @MESSAGES.repeats(answers=_either("chat.template_arguments_json"))
 def template_deep(s: Sender) -> Iterable[Call]:
     """Lists in lists among the template's arguments, some as deep as they are long."""
-    yield from _chats(s, lambda size: _arguments("[" * (size // 2) + "]" * (size // 2), size))
-    yield from _chats(s, lambda size: _arguments("[" * DEEPEST + "]" * DEEPEST, size))
+    yield from _chats(s, lambda size: _list("[" * (size // 2) + "]" * (size // 2), size))
+    yield from _chats(s, lambda size: _list("[" * DEEPEST + "]" * DEEPEST, size))
 
 
-@MESSAGES.repeats(answers=_either("chat.tools[].parameters_json"))
-def deep_tool_schema(s: Sender) -> Iterable[Call]:
+@_chats_with("chat.tools[].parameters_json")
+def deep_tool_schema(size: int) -> bytes:
     """Tools whose parameters are 60 objects deep."""
     deep = '{"a":' * DEEPEST + "1" + "}" * DEEPEST
-    tool = wire.field(2, wire.field(1, "f") + wire.field(3, deep))
-    return _chats(s, lambda size: wire.filled(tool, size))
+    return wire.filled(_chat(tools=[{"name": "f", "parameters_json": deep}]), size)
 
 
-@MESSAGES.repeats(answers=_either("chat.template_arguments_json"))
-def template_names_twice(s: Sender) -> Iterable[Call]:
+@_chats_with("chat.template_arguments_json")
+def template_names_twice(size: int) -> bytes:
     """Template arguments that name one member as often as fits."""
-    return _chats(s, lambda size: wire.field(5, "{" + ",".join(['"k":0'] * (size // 6)) + "}"))
+    return _arguments("{" + ",".join(['"k":0'] * (size // 6)) + "}")
 
 
-@MESSAGES.repeats(answers=_either("chat.messages.content_parts.parts"))
-def content_parts(s: Sender) -> Iterable[Call]:
+@_chats_with("chat.messages.content_parts.parts")
+def content_parts(size: int) -> bytes:
     """A message of as many empty parts as fit."""
-
-    def message(size: int) -> bytes:
-        parts = wire.filled(wire.field(1, wire.field(1, "")), size)
-        return wire.field(1, wire.count(1, 2) + wire.field(7, parts))
-
-    return _chats(s, message)
+    one = pb.ContentParts(parts=[{"text": ""}]).SerializeToString()
+    return _message(USER, wire.inside(pb.ChatMessage, "content_parts", wire.filled(one, size)))
 
 
 @MESSAGES.repeats(answers=invalid("required_capabilities"))
 def required_capabilities(s: Sender) -> Iterable[Call]:
     """As many required capabilities as fit, and one of the largest size."""
-    hi = wire.request(wire.text_input("hi"))
     for size in s.sizes:
-        yield Call(GENERATE, hi + wire.filled(wire.field(15, "x"), size))
-        yield Call(GENERATE, hi + wire.field(15, "x" * size))
+        for name, count in (("x", size // 3), ("x" * size, 1)):
+            raw = rpc.GenerateRequest(required_capabilities=[name] * count).SerializeToString()
+            yield Call(GENERATE, wire.request("hi") + raw)
 
 
 @MESSAGES.repeats(answers=_either("chat.template_arguments_json"))
 def json_escapes(s: Sender) -> Iterable[Call]:
     """JSON of quotes and escapes, and strings without an end."""
-    commas = b"[," * 9000
-    texts = [
-        b'{"a":"' + commas + b'\\"' * ((JSON_BYTES - 20_000) // 2),
-        b'"' * JSON_BYTES,
-        b"\\" * JSON_BYTES,
-        b'{"a":"' + b"\\ud83d\\ude00" * (JSON_BYTES // 13) + b'"}',
-        b'{"a":' + b"9" * (JSON_BYTES - 8) + b"}",
-    ]
-    for text in texts:
-        yield from _chats(s, lambda _, text=text: wire.field(5, text))  # type: ignore[misc]
+    for text in (
+        '{"a":"' + "[," * 9000 + '\\"' * ((JSON_BYTES - 20_000) // 2),
+        '"' * JSON_BYTES,
+        "\\" * JSON_BYTES,
+        '{"a":"' + "\\ud83d\\ude00" * (JSON_BYTES // 13) + '"}',
+        '{"a":' + "9" * (JSON_BYTES - 8) + "}",
+    ):
+        yield from _chats(s, lambda _, text=text: _arguments(text))  # type: ignore[misc]
 
 
-@MESSAGES.repeats(answers=_either("chat.messages[].tool_calls[].arguments_json"))
-def json_of_many_calls(s: Sender) -> Iterable[Call]:
+@_chats_with("chat.messages[].tool_calls[].arguments_json")
+def json_of_many_calls(size: int) -> bytes:
     """As many calls with 16,000 values each as fit."""
-    arguments = b'{"a":[' + b"0," * 16_000 + b"0]}"
-    call = wire.field(4, wire.field(2, "f") + wire.field(3, arguments))
-    return _chats(s, lambda size: wire.field(1, wire.count(1, 3) + wire.filled(call, size)))
+    return _calls(size, arguments_json='{"a":[' + "0," * 16_000 + "0]}")
 
 
 @MESSAGES.repeats()
 def unknown_fields(s: Sender) -> Iterable[Call]:
     """As many unknown fields as fit, in eight methods."""
     methods = [
-        GENERATE,
-        TOKENIZE,
-        MODEL + "GetModel",
-        MODEL + "Detokenize",
-        GENERATION + "Cancel",
-        GENERATION + "GetResult",
-        GENERATION + "AddRequest",
+        *(GENERATE, TOKENIZE, MODEL + "GetModel", MODEL + "Detokenize"),
+        *(GENERATION + name for name in ("Cancel", "GetResult", "AddRequest")),
     ]
-    bodies = [wire.filled(wire.count(1000, 1), size) for size in s.sizes]
+    bodies = [wire.filled(wire.UNKNOWN, size) for size in s.sizes]
     yield from (Call(method, body) for method in methods for body in bodies)
     yield Call(SESSION, bodies[0])
 
@@ -189,31 +207,35 @@ def unknown_fields(s: Sender) -> Iterable[Call]:
 @MESSAGES.repeats(name="stranger-unknown-fields", stranger=True)
 def unknown_fields_of_strangers(s: Sender) -> Iterable[Call]:
     """The same in four methods, without a token."""
-    body = wire.filled(wire.count(1000, 1), s.below)
+    body = wire.filled(wire.UNKNOWN, s.below)
     methods = (HEALTH + "Check", HEALTH + "List", GENERATE, CONTROL + "GetStatistics")
     return [Call(method, body, token="") for method in methods]
+
+
+def _with_ids(name: str, ids: bytes) -> bytes:
+    return _HI + wire.inside(pb.GenerationSpec, f"sampling.{name}", ids)
 
 
 @MESSAGES.repeats(answers=invalid("spec.sampling.banned_token_ids"))
 def banned_ids(s: Sender) -> Iterable[Call]:
     """As many banned ids as fit."""
-    return _generates(s, lambda size: _with_ids(12, b"\x05" * size))
+    return _generates(s, lambda size: _with_ids("banned_token_ids", FIVE * size))
 
 
 @MESSAGES.repeats(answers=invalid("spec.sampling.allowed_token_ids"))
 def allowed_ids(s: Sender) -> Iterable[Call]:
     """As many allowed ids as fit."""
-    few = min(262_144, s.below)
-    ids = b"".join(wire.varint(number) for number in range(min(few // 3, s.card.vocabulary)))
-    twice = wire.request(_with_ids(11, ids * 2))
-    yield from (Call(GENERATE, twice), Call(SESSION, wire.field(3, twice)))
-    yield from _generates(s, lambda size: _with_ids(11, b"\x05" * size))
+    ids = wire.packed(range(min(min(262_144, s.below) // 3, s.card.vocabulary)))
+    twice = _with_ids("allowed_token_ids", ids * 2)
+    yield Call(GENERATE, wire.inside(rpc.GenerateRequest, "spec", twice))
+    yield Call(SESSION, wire.inside(rpc.StreamResultRequest, "add.spec", twice))
+    yield from _generates(s, lambda size: _with_ids("allowed_token_ids", FIVE * size))
 
 
 @MESSAGES.repeats(answers=invalid("spec.tokens.ids"))
 def token_ids(s: Sender) -> Iterable[Call]:
     """A prompt of as many ids as fit."""
-    return _generates(s, lambda size: wire.token_input(b"\x05" * size))
+    return _generates(s, lambda size: wire.inside(pb.GenerationSpec, "tokens.ids", FIVE * size))
 
 
 @MESSAGES.repeats(answers=invalid("spec.stop.eos_token_ids", "spec.stop.stop_token_ids"))
@@ -221,8 +243,8 @@ def stop_ids(s: Sender) -> Iterable[Call]:
     """As many stop and end ids as fit."""
 
     def spec(size: int) -> bytes:
-        ids = b"\x05" * (size // 2)
-        return wire.text_input("hi") + wire.field(6, wire.field(4, ids) + wire.field(5, ids))
+        names, ids = ("stop.stop_token_ids", "stop.eos_token_ids"), FIVE * (size // 2)
+        return _HI + b"".join(wire.inside(pb.GenerationSpec, name, ids) for name in names)
 
     return _generates(s, spec)
 
@@ -230,19 +252,25 @@ def stop_ids(s: Sender) -> Iterable[Call]:
 @MESSAGES.repeats(answers=invalid("spec.stop.stop_strings"))
 def many_stop_strings(s: Sender) -> Iterable[Call]:
     """As many stop strings as fit."""
-    stop = wire.field(3, "a")
-    return _generates(s, lambda n: wire.text_input("hi") + wire.field(6, wire.filled(stop, n)))
+    one = pb.StopOptions(stop_strings=["a"]).SerializeToString()
+    return _generates(
+        s, lambda size: _HI + wire.inside(pb.GenerationSpec, "stop", wire.filled(one, size))
+    )
 
 
 @MESSAGES.repeats(answers=invalid("spec.request_id", "request_id", "request_ids"))
 def long_names(s: Sender) -> Iterable[Call]:
     """Request ids of the largest size, and as many cancels as fit."""
-    name = wire.field(1, b"a" * s.below)
-    yield Call(GENERATE, wire.request(name + wire.text_input("hi")), gzip=False)
-    yield Call(GENERATION + "GetResult", name, gzip=False)
-    yield Call(GENERATION + "Cancel", name, gzip=False)
-    yield Call(GENERATION + "Cancel", wire.filled(wire.field(1, "a"), s.below))
-    yield Call(SESSION, wire.count(1, 1) + wire.field(5, name))
+    name = "a" * s.below
+    cancel = rpc.CancelRequest(request_ids=[name]).SerializeToString()
+    result = rpc.GetResultRequest(request_id=name).SerializeToString()
+    command = rpc.StreamResultRequest(command_id=1, cancel={"request_id": name})
+    yield Call(GENERATE, wire.request("hi", request_id=name), gzip=False)
+    yield Call(GENERATION + "GetResult", result, gzip=False)
+    yield Call(GENERATION + "Cancel", cancel, gzip=False)
+    many = wire.filled(rpc.CancelRequest(request_ids=["a"]).SerializeToString(), s.below)
+    yield Call(GENERATION + "Cancel", many)
+    yield Call(SESSION, command.SerializeToString())
 
 
 @MESSAGES.repeats()
@@ -259,9 +287,7 @@ async def malformed(s: Sender) -> None:
     methods = [
         *(GENERATION + name for name in ("Generate", "GenerateStream", "AddRequest", "Cancel")),
         *(MODEL + name for name in ("GetModel", "Tokenize", "Detokenize")),
-        GENERATION + "GetResult",
-        GENERATION + "Nothing",
-        HEALTH + "Check",
+        *(GENERATION + "GetResult", GENERATION + "Nothing", HEALTH + "Check"),
     ]
 
     async def one(_: int) -> None:

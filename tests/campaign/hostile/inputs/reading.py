@@ -11,7 +11,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2 as model
 
 from tests.campaign.hostile.inputs.derived import FIELDS, MOST_32, of
-from tests.campaign.hostile.inputs.kinds import OK, Case, Group, by_cases, invalid
+from tests.campaign.hostile.inputs.kinds import OK, Case, Group, invalid
 from tests.campaign.hostile.sending import GENERATION, MODEL, Sender
 
 SESSION = GENERATION + "StreamResult"
@@ -29,14 +29,12 @@ def _cancel(*answers: str, **question: Any) -> Case:
 
 
 READING = Group("reading")
-READING.inputs += (
-    by_cases(
-        "open-values",
-        "sessions that are opened with leases and intervals that are none, and twice",
-        *of("OpenCommand", "StreamResultRequest.command_id"),
-        _command(open={"lease": {"seconds": 315_576_000_000}, "initial_credit": MOST_32}),
-        width=8,
-    ),
+READING.tries(
+    "open-values",
+    "sessions that are opened with leases and intervals that are none, and twice",
+    *of("OpenCommand", "StreamResultRequest.command_id"),
+    _command(open={"lease": {"seconds": 315_576_000_000}, "initial_credit": MOST_32}),
+    width=8,
 )
 
 
@@ -48,24 +46,21 @@ async def told_loads(s: Sender) -> None:
     await s.crowd(300, lambda _: s.session([raw], stay=True))
 
 
-READING.inputs += (
-    by_cases(
-        "commands-by-id",
-        "attaches, cancels and credits of what is not there, with numbers beyond all and servers "
-        "that are not",
-        *of("AttachCommand", "CancelCommand", "CreditCommand"),
-        width=8,
-    ),
-    by_cases(
-        "calls-by-id",
-        "GetResult and Cancel of what is not there, with waits that are none and servers that are "
-        "not",
-        *of("GetResultRequest", "CancelRequest"),
-        _cancel(*invalid("request_ids")),
-        _cancel(*invalid("request_ids"), request_ids=["none"] * 1025),
-        _cancel(request_ids=["none"] * 1024),
-        width=8,
-    ),
+READING.tries(
+    "commands-by-id",
+    "attaches, cancels and credits of what is not there, with numbers beyond all and servers "
+    "that are not",
+    *of("AttachCommand", "CancelCommand", "CreditCommand"),
+    width=8,
+)
+READING.tries(
+    "calls-by-id",
+    "GetResult and Cancel of what is not there, with waits that are none and servers that are not",
+    *of("GetResultRequest", "CancelRequest"),
+    _cancel(*invalid("request_ids")),
+    _cancel(*invalid("request_ids"), request_ids=["none"] * 1025),
+    _cancel(request_ids=["none"] * 1024),
+    width=8,
 )
 
 
@@ -101,21 +96,19 @@ async def the_same_call(s: Sender) -> None:
     await s.again(64, one)
 
 
-READING.inputs += (
-    by_cases(
-        "needed-capabilities",
-        "capabilities that nobody has, and too many, in every method",
-        *of(*(key for key in FIELDS if key.endswith(".required_capabilities"))),
-    ),
-    by_cases(
-        "detokenized",
-        "ids that are not there, and special ones as many as fit",
-        *of("DetokenizeRequest"),
-        Case(
-            MODEL + "Detokenize",
-            lambda s: model.DetokenizeRequest(
-                token_ids=[1, 2] * (s.most_ids // 2), skip_special_tokens=False
-            ),
+READING.tries(
+    "needed-capabilities",
+    "capabilities that nobody has, and too many, in every method",
+    *of(*(key for key in FIELDS if key.endswith(".required_capabilities"))),
+)
+READING.tries(
+    "detokenized",
+    "ids that are not there, and special ones as many as fit",
+    *of("DetokenizeRequest"),
+    Case(
+        MODEL + "Detokenize",
+        lambda s: model.DetokenizeRequest(
+            token_ids=[1, 2] * (s.most_ids // 2), skip_special_tokens=False
         ),
     ),
 )
@@ -141,40 +134,32 @@ HEADERS: dict[str, list[tuple[str, str | bytes]]] = {
 """Hostile metadata of calls. The transport refuses headers above the total size limit."""
 
 
-def _beside(headers: list[tuple[str, str | bytes]], *answers: str) -> Case:
-    return Case(
-        GENERATE,
-        lambda s: rpc.GenerateRequest(spec=SPEC),
-        answers or (OK,),
-        metadata=tuple(headers),
-    )
-
-
-READING.inputs += (
-    by_cases(
-        "headers",
-        "parents, states and baggage of traces that are none or full, many names, bytes",
-        *(
-            _beside(found, "UNAUTHENTICATED TOKEN_INVALID")
-            if name == "two tokens"
-            else _beside(found)
-            for name, found in HEADERS.items()
-        ),
-        width=8,
+READING.tries(
+    "headers",
+    "parents, states and baggage of traces that are none or full, many names, bytes",
+    *(
+        Case(
+            GENERATE,
+            lambda s: rpc.GenerateRequest(spec=SPEC),
+            ("UNAUTHENTICATED TOKEN_INVALID",) if name == "two tokens" else (OK,),
+            metadata=tuple(found),
+        )
+        for name, found in HEADERS.items()
     ),
-    by_cases(
-        "deadlines",
-        "deadlines of a millisecond and of a few in each kind of call, 32 at once",
-        *(
-            Case(
-                method,
-                lambda s: rpc.GenerateRequest(spec={**SPEC, "stop": {"max_tokens": 500}}),
-                ("DEADLINE_EXCEEDED (bare)", "CANCELLED (bare)", OK),
-                patience_s=patience_s,
-            )
-            for method in (GENERATE, GENERATION + "GenerateStream", ADD)
-            for patience_s in (0.001, 0.03)
-        ),
-        width=32,
+    width=8,
+)
+READING.tries(
+    "deadlines",
+    "deadlines of a millisecond and of a few in each kind of call, 32 at once",
+    *(
+        Case(
+            method,
+            lambda s: rpc.GenerateRequest(spec={**SPEC, "stop": {"max_tokens": 500}}),
+            ("DEADLINE_EXCEEDED (bare)", "CANCELLED (bare)", OK),
+            patience_s=patience_s,
+        )
+        for method in (GENERATE, GENERATION + "GenerateStream", ADD)
+        for patience_s in (0.001, 0.03)
     ),
+    width=32,
 )

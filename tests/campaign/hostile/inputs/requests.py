@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as rpc
 
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.inputs.kinds import OK, Call, Group, invalid
@@ -35,7 +39,17 @@ def answered(answers: Mapping[str, int]) -> str | None:
 
 
 def _short(tokens: int = 4) -> bytes:
-    return wire.request(wire.text_input("Once upon a time") + wire.max_tokens(tokens))
+    return wire.request(stop={"max_tokens": tokens})
+
+
+def _whole(most: int, **fields: Any) -> bytes:
+    """Return a request that gets all its tokens."""
+    return wire.request(stop={"max_tokens": most, "ignore_eos": True}, **fields)
+
+
+def _prompt(tokens: int) -> dict[str, list[int]]:
+    """Return a prompt of many different tokens."""
+    return {"ids": [5 + number % 90 for number in range(tokens)]}
 
 
 REQUESTS = Group("requests")
@@ -57,107 +71,74 @@ async def calls_at_once_apart(s: Sender) -> None:
 @REQUESTS.sends()
 async def unread_logprobs(s: Sender) -> None:
     """300 requests whose results nobody reads, with the most log-probabilities."""
-    spec = (
-        wire.text_input("Once upon a time")
-        + wire.max_tokens(1500, ignore_eos=True)
-        + wire.output(wire.count(3, s.card.logprobs))
+    command = wire.add(
+        stop={"max_tokens": 1500, "ignore_eos": True}, output={"logprobs": s.card.logprobs}
     )
-    await s.crowd(300, lambda _: s.session([wire.add(spec)], read=False, stay=True))
+    await s.crowd(300, lambda _: s.session([command], read=False, stay=True))
 
 
 @REQUESTS.sends(answers=invalid("spec.stop.max_tokens"))
 async def whole_results(s: Sender) -> None:
     """The most tokens, choices and candidates, to be kept or sent in one piece."""
-    spec = (
-        wire.text_input("Once upon a time")
-        + wire.max_tokens(1900, ignore_eos=True)
-        + wire.output(wire.count(3, s.card.logprobs))
-        + wire.choices(s.card.choices)
-    )
-    await s.again(32, lambda number: s.call((ADD, GENERATE)[number % 2], wire.request(spec)))
+    raw = _whole(1900, output={"logprobs": s.card.logprobs}, n=s.card.choices)
+    await s.again(32, lambda number: s.call((ADD, GENERATE)[number % 2], raw))
 
 
 @REQUESTS.repeats(32)
 def logit_bias(s: Sender) -> Iterable[Call]:
     """The most biases, with the most choices, 32 at once."""
-    entries = b"".join(
-        wire.field(10, wire.count(1, number % s.card.vocabulary) + b"\x15\x00\x00\x80\x3f")
-        for number in range(s.card.logit_bias)
-    )
-    spec = (
-        wire.text_input("Once upon a time")
-        + wire.sampling(entries)
-        + wire.max_tokens(8, ignore_eos=True)
-        + wire.choices(s.card.choices)
-    )
-    return [Call(GENERATE, wire.request(spec), gzip=False)]
+    bias = {number % s.card.vocabulary: 1.0 for number in range(s.card.logit_bias)}
+    raw = _whole(8, sampling={"logit_bias": bias}, n=s.card.choices)
+    return [Call(GENERATE, raw, gzip=False)]
 
 
 @REQUESTS.sends(answers=invalid("spec.output.prompt_logprobs"))
 async def prompt_logprobs(s: Sender) -> None:
     """Prompts of 400 and 1,500 tokens, scored with the most candidates and choices."""
-    specs = [
-        wire.token_input(bytes(5 + number % 90 for number in range(tokens)))
-        + wire.output(wire.count(4, s.card.logprobs))
-        + wire.max_tokens(1, ignore_eos=True)
-        + wire.choices(s.card.choices)
-        + wire.field(10, wire.count(2, 1))
+    raws = [
+        _whole(
+            1,
+            tokens=_prompt(tokens),
+            output={"prompt_logprobs": s.card.logprobs},
+            cache={"bypass_prefix_cache": True},
+            n=s.card.choices,
+        )
         for tokens in (400, 1500)
     ]
-
-    async def one(index: int) -> None:
-        await s.call(GENERATE, wire.request(specs[index % 2]))
-
-    await s.again(4, one)
+    await s.again(4, lambda index: s.call(GENERATE, raws[index % 2]))
 
 
 @REQUESTS.repeats(16)
 def stop_strings(s: Sender) -> Iterable[Call]:
     """The most and longest stop strings, with the most choices, 16 at once."""
-    strings = b"".join(
-        wire.field(3, b" " * (s.card.stop_string_bytes - 1) + bytes([97 + number]))
-        for number in range(s.card.stop_strings)
-    )
-    stop = wire.field(6, wire.count(1, 64) + strings + wire.count(6, 1))
-    spec = wire.text_input("Once upon a time") + stop + wire.choices(s.card.choices)
-    return [Call(GENERATE, wire.request(spec), gzip=False)]
+    blanks = " " * (s.card.stop_string_bytes - 1)
+    strings = [blanks + chr(97 + number) for number in range(s.card.stop_strings)]
+    stop = {"max_tokens": 64, "stop_strings": strings, "ignore_eos": True}
+    return [Call(GENERATE, wire.request(stop=stop, n=s.card.choices), gzip=False)]
 
 
 @REQUESTS.repeats(4)
 def detailed_answers(s: Sender) -> Iterable[Call]:
     """One answer with all details of the most choices, four at once."""
-    asked = wire.count(1, 2) + wire.count(3, s.card.logprobs) + wire.count(8, 1)
-    spec = (
-        wire.text_input("Once upon a time")
-        + wire.max_tokens(128, ignore_eos=True)
-        + wire.output(asked)
-        + wire.choices(s.card.choices)
-    )
-    return [Call(GENERATE, wire.request(spec), gzip=False)]
+    asked = {
+        "delivery": pb.DELIVERY_FINAL,
+        "logprobs": s.card.logprobs,
+        "record_timestamps": True,
+    }
+    return [Call(GENERATE, _whole(128, output=asked, n=s.card.choices), gzip=False)]
 
 
 @REQUESTS.repeats(8)
 def echo_longest(s: Sender) -> Iterable[Call]:
     """Prompts of 2,000 tokens that come back with the most choices."""
-    ids = bytes(5 + number % 90 for number in range(min(s.card.context, 2000) - 60))
-    spec = (
-        wire.token_input(ids)
-        + wire.output(wire.count(6, 1) + wire.count(7, 1))
-        + wire.max_tokens(4, ignore_eos=True)
-        + wire.choices(s.card.choices)
-    )
-    return [Call(STREAM, wire.request(spec), gzip=False)]
+    prompt, asked = _prompt(min(s.card.context, 2000) - 60), {"echo": True, "token_details": True}
+    return [Call(STREAM, _whole(4, tokens=prompt, output=asked, n=s.card.choices), gzip=False)]
 
 
 @REQUESTS.sends()
 async def high_priority(s: Sender) -> None:
     """300 requests of the highest priority."""
-    spec = (
-        wire.text_input("Once upon a time")
-        + wire.max_tokens(200, ignore_eos=True)
-        + wire.priority(100)
-    )
-    await s.crowd(300, lambda _: s.call(STREAM, wire.request(spec)))
+    await s.crowd(300, lambda _: s.call(STREAM, _whole(200, scheduling={"priority": 100})))
 
 
 @REQUESTS.repeats(64)
@@ -178,10 +159,10 @@ async def cancel_storm(s: Sender) -> None:
     numbers = itertools.count()
 
     async def one(_: int) -> None:
-        name = wire.field(1, f"storm-{next(numbers)}")
-        spec = name + wire.text_input("Once upon a time") + wire.max_tokens(500)
-        await s.call(ADD, wire.request(spec))
-        await s.call(GENERATION + "Cancel", name)
+        name = f"storm-{next(numbers)}"
+        cancel = rpc.CancelRequest(request_ids=[name]).SerializeToString()
+        await s.call(ADD, wire.request(request_id=name, stop={"max_tokens": 500}))
+        await s.call(GENERATION + "Cancel", cancel)
 
     await s.again(32, one)
 
@@ -189,51 +170,52 @@ async def cancel_storm(s: Sender) -> None:
 @REQUESTS.repeats(64, answers=invalid("spec.text.text"))
 def refused_requests(s: Sender) -> Iterable[Call]:
     """Requests that are refused, 64 at once."""
-    spec = wire.text_input("") + wire.max_tokens(1)
-    return [Call(ADD, wire.request(spec), gzip=False)]
+    return [Call(ADD, wire.request("", stop={"max_tokens": 1}), gzip=False)]
 
 
 @REQUESTS.sends(seconds=90.0)
 async def long_prompt(s: Sender) -> None:
     """One prompt as long as the context."""
-    ids = bytes(5 + number % 90 for number in range(s.card.context - 1))
-    await s.call(GENERATE, wire.request(wire.token_input(ids) + wire.max_tokens(1)))
+    raw = wire.request(tokens=_prompt(s.card.context - 1), stop={"max_tokens": 1})
+    await s.call(GENERATE, raw)
 
 
 WAITING = Group("waiting")
+WAITING_PROMPTS = Group("waiting prompts")
+
+
+async def _occupy(s: Sender) -> None:
+    """Let as many requests run as may, so that all others wait."""
+    await s.crowd(64, lambda _: s.call(ADD, _whole(1900)))
 
 
 @WAITING.sends(answers=(OK,), seconds=20.0)
 async def waiting_lists(s: Sender) -> None:
     """240 waiting requests with the longest lists of ids."""
-    running = wire.text_input("Once upon a time") + wire.max_tokens(1900, ignore_eos=True)
-    await s.crowd(64, lambda _: s.call(ADD, wire.request(running)))
+    await _occupy(s)
     each = min(262_144, (s.below - 200) // 2)
     most = min(each // 3, s.card.vocabulary)
-    distinct, half = (b"".join(map(wire.varint, range(number))) for number in (most, most // 2))
-    lists = [
-        wire.field(11, b"\x05" * each) + wire.field(12, b"\x06" * each),
-        wire.field(11, distinct) + wire.field(12, b"\x06"),
-        wire.field(12, half),
-    ]
-    for ids in lists:
-        raw = wire.request(wire.text_input("hi") + wire.sampling(ids) + wire.max_tokens(200))
+    for allowed, banned in (
+        (b"\x05" * each, b"\x06" * each),
+        (wire.packed(range(most)), b"\x06"),
+        (b"", wire.packed(range(most // 2))),
+    ):
+        raw = wire.request("hi", stop={"max_tokens": 200})
+        for name, ids in (("allowed_token_ids", allowed), ("banned_token_ids", banned)):
+            if ids:
+                raw += wire.inside(rpc.GenerateRequest, f"spec.sampling.{name}", ids)
         await s.crowd(80, lambda _, raw=raw: s.call(ADD, raw, gzip=True))  # type: ignore[misc]
-
-
-WAITING_PROMPTS = Group("waiting prompts")
 
 
 @WAITING_PROMPTS.sends(answers=(OK,), seconds=20.0)
 async def waiting_forms(s: Sender) -> None:
     """60 waiting requests with forms of 200 KiB, each another."""
-    running = wire.text_input("Once upon a time") + wire.max_tokens(1900, ignore_eos=True)
-    await s.crowd(64, lambda _: s.call(ADD, wire.request(running)))
+    await _occupy(s)
 
     async def one(number: int) -> None:
         names = ",".join(f'"{number}-{index:08d}"' for index in range(12_000))
-        spec = wire.text_input("hi") + wire.structured(1, f'{{"enum":[{names}]}}')
-        await s.call(ADD, wire.request(spec + wire.max_tokens(20)))
+        form = {"json_schema": f'{{"enum":[{names}]}}'}
+        await s.call(ADD, wire.request("hi", structured_output=form, stop={"max_tokens": 20}))
 
     await s.crowd(60, one)
 
@@ -241,8 +223,6 @@ async def waiting_forms(s: Sender) -> None:
 @WAITING_PROMPTS.sends(answers=(OK,), seconds=20.0)
 async def waiting_prompts(s: Sender) -> None:
     """1,000 waiting requests with the longest prompts."""
-    ids = bytes(5 + number % 90 for number in range(min(s.card.context - 300, s.below)))
-    raw = wire.request(wire.token_input(ids) + wire.max_tokens(200))
-    running = wire.text_input("Once upon a time") + wire.max_tokens(1900, ignore_eos=True)
-    await s.crowd(64, lambda _: s.call(ADD, wire.request(running)))
+    raw = wire.request(tokens=_prompt(min(s.card.context - 300, s.below)), stop={"max_tokens": 200})
+    await _occupy(s)
     await s.crowd(1000, lambda _: s.call(ADD, raw, gzip=True))

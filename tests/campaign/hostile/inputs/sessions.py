@@ -6,12 +6,25 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
+from headrace.v1 import generation_service_pb2 as rpc
+
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.inputs.kinds import OK, Group
 from tests.campaign.hostile.sending import GENERATION, Sender
 
 ADD = GENERATION + "AddRequest"
-OPEN = wire.field(2, wire.field(1, wire.count(1, 300)))  # a lease of 300 s
+
+
+def _command(**command: Any) -> bytes:
+    return rpc.StreamResultRequest(**command).SerializeToString()
+
+
+def _long(tokens: int = 1500) -> dict[str, Any]:
+    return {"max_tokens": tokens, "ignore_eos": True}
+
+
+OPEN = _command(open={"lease": {"seconds": 300}})
+REFUSED = wire.add("", stop={"max_tokens": 1})
 
 
 async def _sent(*messages: bytes) -> AsyncIterator[Any]:
@@ -25,57 +38,49 @@ SESSIONS = Group("sessions")
 @SESSIONS.sends()
 async def session_cancels(s: Sender) -> None:
     """Cancels of unknown ids on four sessions, as fast as they are taken."""
-    commands = [wire.field(5, wire.field(1, f"none-{number}")) for number in range(1000)]
+    commands = [_command(cancel={"request_id": f"none-{number}"}) for number in range(1000)]
     await s.crowd(4, lambda _: s.session(itertools.cycle(commands)))
 
 
 @SESSIONS.sends()
 async def session_refusals(s: Sender) -> None:
     """Adds that are refused on four sessions, as fast as they are taken."""
-    command = wire.add(wire.text_input("") + wire.max_tokens(1))
-    await s.crowd(4, lambda _: s.session(itertools.repeat(command)))
+    await s.crowd(4, lambda _: s.session(itertools.repeat(REFUSED)))
 
 
 @SESSIONS.sends()
 async def session_unread_refusals(s: Sender) -> None:
     """The same, and nobody reads the answers."""
-    command = wire.add(wire.text_input("") + wire.max_tokens(1))
-    await s.crowd(4, lambda _: s.session(itertools.repeat(command), read=False))
+    await s.crowd(4, lambda _: s.session(itertools.repeat(REFUSED), read=False))
 
 
 @SESSIONS.sends()
 async def session_adds(s: Sender) -> None:
     """Requests of one token on four sessions, as fast as they are taken."""
-    command = wire.add(wire.text_input("hi") + wire.max_tokens(1))
+    command = wire.add("hi", stop={"max_tokens": 1})
     await s.crowd(4, lambda _: s.session(itertools.repeat(command)))
 
 
 @SESSIONS.sends()
 async def session_credits(s: Sender) -> None:
     """Credits on four sessions, as fast as they are taken."""
-    opened = wire.field(2, wire.count(2, 1))
-    credit = wire.field(6, wire.field(1, "none") + wire.count(2, 1))
+    opened = _command(open={"initial_credit": 1})
+    credit = _command(credit={"request_id": "none", "tokens": 1})
     await s.crowd(4, lambda _: s.session(itertools.chain([opened], itertools.repeat(credit))))
 
 
 @SESSIONS.sends()
 async def attach_storm(s: Sender) -> None:
     """Eight sessions that take a request from each other."""
-    name = wire.field(1, "wanted")
-    spec = name + wire.text_input("Once upon a time") + wire.max_tokens(1500, ignore_eos=True)
-    await s.call(ADD, wire.request(spec))
-    attach = wire.field(4, name + wire.count(2, 1))
+    await s.call(ADD, wire.request(request_id="wanted", stop=_long()))
+    attach = _command(attach={"request_id": "wanted", "from_seq": 1})
     await s.crowd(8, lambda _: s.session(itertools.repeat(attach)))
 
 
 @SESSIONS.sends(answers=(OK,))
 async def session_storm(s: Sender) -> None:
     """Sessions that begin and end, 64 at once."""
-
-    async def one(_: int) -> None:
-        await s.session([OPEN])
-
-    await s.again(64, one)
+    await s.again(64, lambda _: s.session([OPEN]))
 
 
 @SESSIONS.sends()
@@ -83,10 +88,8 @@ async def lost_leases(s: Sender) -> None:
     """Sessions with a lease and a long request, lost at once, 16 at once."""
 
     async def one(_: int) -> None:
-        spec = wire.text_input("Once upon a time") + wire.max_tokens(1000, ignore_eos=True)
         call: Any = s.channel.stream_stream(GENERATION + "StreamResult")(
-            _sent(OPEN, wire.add(spec)),
-            metadata=[("authorization", f"Bearer {s.token}")],
+            _sent(OPEN, wire.add(stop=_long(1000))), metadata=s.credentials()
         )
         async for _message in call:
             break
@@ -99,11 +102,10 @@ async def lost_leases(s: Sender) -> None:
 @SESSIONS.sends()
 async def long_polls(s: Sender) -> None:
     """500 GetResult calls that wait a minute."""
-    name = wire.field(1, "slow")
-    spec = name + wire.text_input("Once upon a time") + wire.max_tokens(1500, ignore_eos=True)
-    await s.call(ADD, wire.request(spec))
-    poll = name + wire.field(3, wire.count(1, 60)) + wire.count(4, 1)
-    await s.crowd(500, lambda _: s.call(GENERATION + "GetResult", poll))
+    await s.call(ADD, wire.request(request_id="slow", stop=_long()))
+    poll = rpc.GetResultRequest(request_id="slow", wait={"seconds": 60}, until_done=True)
+    raw = poll.SerializeToString()
+    await s.crowd(500, lambda _: s.call(GENERATION + "GetResult", raw))
 
 
 @SESSIONS.sends()

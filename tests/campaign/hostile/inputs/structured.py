@@ -11,16 +11,15 @@ from tests.campaign.hostile.inputs.kinds import Call, Group, invalid
 from tests.campaign.hostile.sending import GENERATION, Sender
 
 GENERATE = GENERATION + "Generate"
-JSON_SCHEMA, JSON_OBJECT, REGEX, GRAMMAR, CHOICE, TAG = range(1, 7)
+JSON_SCHEMA, REGEX, GRAMMAR = "json_schema", "regex", "grammar"
 SLOW = 'start: a*\na: b b b b | b b b | b b | b\nb: "a"|" "|"e"|b b'
 LARGEST = 250 << 10
 
 
-def _forms(kind: int, *forms: str, n: int = 1) -> list[Call]:
-    spec = wire.text_input("Once upon a time")
-    end = wire.max_tokens(64) + wire.choices(n)
-    specs = [spec + wire.structured(kind, form) + end for form in forms]
-    return [Call(GENERATE, wire.request(one), gzip=False) for one in specs]
+def _forms(kind: str, *forms: str, n: int = 1) -> list[Call]:
+    stop = {"max_tokens": 64}
+    raws = [wire.request(structured_output={kind: form}, stop=stop, n=n) for form in forms]
+    return [Call(GENERATE, raw, gzip=False) for raw in raws]
 
 
 STRUCTURED = Group("structured output")
@@ -97,13 +96,11 @@ def regexes(s: Sender) -> Iterable[Call]:
 @STRUCTURED.repeats()
 def choices(s: Sender) -> Iterable[Call]:
     """One of 14,000 strings."""
-    strings = b"".join(wire.field(1, f"choice {number:07d}") for number in range(LARGEST // 18))
-    spec = (
-        wire.text_input("Once upon a time")
-        + wire.field(8, wire.field(CHOICE, strings))
-        + wire.max_tokens(16)
-    )
-    return [Call(GENERATE, wire.request(spec), gzip=False)]
+    strings = [f"choice {number:07d}" for number in range(LARGEST // 18)]
+    form = {"choice": {"choices": strings}}
+    return [
+        Call(GENERATE, wire.request(structured_output=form, stop={"max_tokens": 16}), gzip=False)
+    ]
 
 
 @STRUCTURED.repeats()
@@ -129,11 +126,7 @@ async def other_forms(s: Sender) -> None:
     async def one(_: int) -> None:
         number = next(numbers)
         schema = {"type": "object", "properties": {f"p{number}-{i}": {} for i in range(200)}}
-        spec = (
-            wire.text_input("Once upon a time")
-            + wire.structured(JSON_SCHEMA, json.dumps(schema))
-            + wire.max_tokens(2)
-        )
-        await s.call(GENERATE, wire.request(spec))
+        form = {"json_schema": json.dumps(schema)}
+        await s.call(GENERATE, wire.request(structured_output=form, stop={"max_tokens": 2}))
 
     await s.again(16, one)

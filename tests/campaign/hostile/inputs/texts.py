@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import model_service_pb2 as model
+
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.inputs.kinds import OK, Call, Group, Round
 from tests.campaign.hostile.sending import GENERATION, MODEL, Sender
@@ -13,8 +16,13 @@ DETOKENIZE = MODEL + "Detokenize"
 RIVER = "Once upon a time there was a river. "
 
 
-def _tokenize(text: bytes | str, *, details: bool = False) -> bytes:
-    return wire.field(1, wire.field(1, text)) + (wire.count(3, 1) if details else b"")
+def _text(part: str, size: int) -> str:
+    """Repeat a text as often as fits in a number of bytes."""
+    return wire.filled(part.encode(), size).decode()
+
+
+def _tokenize(text: str, *, details: bool = False) -> bytes:
+    return model.TokenizeRequest(text={"text": text}, token_details=details).SerializeToString()
 
 
 def _repeated(text: str) -> Round:
@@ -24,9 +32,9 @@ def _repeated(text: str) -> Round:
 
     def texts(s: Sender) -> Iterator[Call]:
         for size in sorted({s.longest_text, *s.sizes}):
-            body = wire.filled(text.encode(), size)
+            body = _text(text, size)
             yield Call(TOKENIZE, _tokenize(body))
-            yield Call(GENERATE, wire.request(wire.text_input(body) + wire.max_tokens(1)))
+            yield Call(GENERATE, wire.request(body, stop={"max_tokens": 1}))
 
     return texts
 
@@ -37,7 +45,7 @@ TEXTS = Group("texts")
 @TEXTS.repeats(3)
 def gone_texts(s: Sender) -> Iterable[Call]:
     """Three of the largest texts at once, whose callers go at once."""
-    text = wire.filled(RIVER.encode(), s.longest_text)
+    text = _text(RIVER, s.longest_text)
     return [Call(TOKENIZE, _tokenize(text), gzip=False, patience_s=0.05)]
 
 
@@ -67,7 +75,7 @@ for name, meaning, text in (
 @TEXTS.repeats(4)
 def token_details(s: Sender) -> Iterable[Call]:
     """Tokenize with token_details of the longest text, four at once."""
-    return [Call(TOKENIZE, _tokenize(wire.filled(b"a1 b2.", s.longest_text), details=True))]
+    return [Call(TOKENIZE, _tokenize(_text("a1 b2.", s.longest_text), details=True))]
 
 
 @TEXTS.repeats(4, answers=(OK,))
@@ -76,7 +84,7 @@ def detokenize(s: Sender) -> Iterable[Call]:
     many = s.card.vocabulary
     ids = b"".join(wire.varint(7 + 37 * number % (many - 7)) for number in range(s.most_ids))
     for raw in (ids, b"\x05" * s.most_ids, b"\x05" * s.below, b"\x05" * s.above):
-        yield Call(DETOKENIZE, wire.field(1, raw))
+        yield Call(DETOKENIZE, wire.inside(model.DetokenizeRequest, "token_ids", raw))
 
 
 TEXTS.repeats(64, name="tokenize-crowd", meaning="Tokenize of the largest text, 64 at once")(
@@ -87,22 +95,22 @@ TEXTS.repeats(64, name="tokenize-crowd", meaning="Tokenize of the largest text, 
 @TEXTS.repeats(4, answers=(OK,))
 def truncated(s: Sender) -> Iterable[Call]:
     """The largest text and a quarter of it, cut to one token, four at once."""
-    cut = wire.max_tokens(1) + wire.field(11, wire.count(1, 1))
     for size in (s.longest_text // 4, s.longest_text):
-        text = wire.filled(b"Once upon a time, by a river. ", size)
-        yield Call(GENERATE, wire.request(wire.text_input(text) + cut))
+        text = _text("Once upon a time, by a river. ", size)
+        cut = {"max_prompt_tokens": 1}
+        yield Call(GENERATE, wire.request(text, stop={"max_tokens": 1}, truncation=cut))
 
 
 @TEXTS.repeats(4, answers=(OK,))
 def chat_long_content(s: Sender) -> Iterable[Call]:
     """A chat of one long message, four at once."""
-    chat = wire.message(b" " * (s.longest_text // 2) + b"a" * (s.longest_text // 3))
-    return [Call(TOKENIZE, wire.field(2, chat))]
+    content = " " * (s.longest_text // 2) + "a" * (s.longest_text // 3)
+    chat = {"messages": [{"role": pb.CHAT_ROLE_USER, "content": content}]}
+    return [Call(TOKENIZE, model.TokenizeRequest(chat=chat).SerializeToString())]
 
 
 @TEXTS.sends()
 async def session_texts(s: Sender) -> None:
     """The largest text as 64 commands of one session."""
-    text = wire.filled(RIVER.encode(), s.longest_text)
-    command = wire.add(wire.text_input(text) + wire.max_tokens(1))
+    command = wire.add(_text(RIVER, s.longest_text), stop={"max_tokens": 1})
     await s.session(command for _ in range(64))
