@@ -115,7 +115,7 @@ def read_adapter(
         head = f"{path}\0{a.dtype} {b.dtype} {list(a.shape)} {list(b.shape)}\0"
         digest.update(head.encode() + struct.pack("<d", scale))
         for one in (a, b):
-            digest.update(one.contiguous().view(torch.uint8).numpy())
+            digest.update(memoryview(one.contiguous().view(torch.uint8).numpy()))
         parts[path] = _part(path, a, b, scale)
     nbytes = sum(one.a.nbytes + one.b.nbytes for one in parts.values())
     if nbytes > max_bytes:

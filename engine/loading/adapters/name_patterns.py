@@ -10,7 +10,7 @@ twice. What needs more than that, such as references to groups and looking ahead
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _parser: Any = re._parser  # type: ignore[attr-defined]  # the only one that reads as `re` does
@@ -23,7 +23,7 @@ _MAX_WORK = 200_000
 
 _Places = frozenset[int]
 _NOWHERE: _Places = frozenset()
-_CATEGORIES = {
+_CATEGORIES: dict[str, Callable[[str], bool]] = {
     "category_digit": str.isdecimal,
     "category_space": str.isspace,
     "category_word": lambda one: one.isalnum() or one == "_",
@@ -89,7 +89,8 @@ class NamePattern:
                     raise PatternError("sets flags, which are not supported: leave them out")
                 return self._sequence(inner, places)
             case "max_repeat" | "min_repeat":
-                return self._repeated(*value, places)
+                least, most, inner = value
+                return self._repeated(least, most, inner, places)
             case "at":
                 return frozenset(at for at in places if self._is_at(str(value).lower(), at))
         raise PatternError(f"uses {kind.replace('_', ' ')}, which is not supported: leave it out")

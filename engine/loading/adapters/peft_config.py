@@ -10,11 +10,12 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from engine.contract.errors import AdapterRefusedError
 from engine.loading.adapters.name_patterns import NamePattern, PatternError
 
+_Value = TypeVar("_Value")
 _MOST_NAMES = 4096
 """The maximum number of names, patterns and layers in an option."""
 _ALL_LINEAR = "all-linear"
@@ -132,7 +133,9 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self.is_root else rank)
 
 
-def _first(patterns: Sequence[tuple[NamePattern, Any]], path: str, default: Any, name: str) -> Any:
+def _first(
+    patterns: Sequence[tuple[NamePattern, _Value]], path: str, default: _Value, name: str
+) -> _Value:
     with _naming(name):
         return next((value for pattern, value in patterns if pattern.fits(path)), default)
 
