@@ -17,7 +17,7 @@ import torch
 from engine.contract.adapters import Adapter
 from engine.contract.errors import AdapterRefusedError
 from engine.loading.adapters.adapted_modules import AdaptedModules
-from engine.loading.adapters.files import CONFIG, WEIGHTS, read_config, read_tensors
+from engine.loading.adapters.adapter_files import CONFIG, WEIGHTS, read_config, read_tensors
 from engine.loading.adapters.peft_config import LoraConfig, parse_config
 from engine.models.formats.native import DTYPES, why_missing
 from engine.models.low_rank import AdapterWeights, LowRankPart
@@ -115,7 +115,7 @@ def read_adapter(
         head = f"{path}\0{a.dtype} {b.dtype} {list(a.shape)} {list(b.shape)}\0"
         digest.update(head.encode() + struct.pack("<d", scale))
         for one in (a, b):
-            digest.update(memoryview(one.contiguous().view(torch.uint8).numpy()))
+            digest.update(one.contiguous().view(torch.uint8).numpy().tobytes())
         parts[path] = _part(path, a, b, scale)
     nbytes = sum(one.a.nbytes + one.b.nbytes for one in parts.values())
     if nbytes > max_bytes:
