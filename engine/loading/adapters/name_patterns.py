@@ -30,7 +30,7 @@ _CATEGORIES: dict[str, Callable[[str], bool]] = {
 }
 
 
-class PatternError(Exception):
+class NamePatternError(Exception):
     """A pattern is not one that can be matched here. The message completes a sentence."""
 
 
@@ -41,16 +41,18 @@ class NamePattern:
         """Read a pattern.
 
         Raises:
-            PatternError: it is too long, no regular expression, or uses what is not matched here.
+            NamePatternError: it is too long, no regular expression, or uses what is not matched here.
         """
         if len(pattern) > MAX_PATTERN:
-            raise PatternError(f"has {len(pattern)} characters; at most {MAX_PATTERN} are allowed")
+            raise NamePatternError(
+                f"has {len(pattern)} characters; at most {MAX_PATTERN} are allowed"
+            )
         try:
             parsed = _parser.parse(pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            raise PatternError(f"is no regular expression: {str(error)[:80]}") from error
+            raise NamePatternError(f"is no regular expression: {str(error)[:80]}") from error
         if parsed.state.flags & ~re.UNICODE:
-            raise PatternError("sets flags, which are not supported: leave them out")
+            raise NamePatternError("sets flags, which are not supported: leave them out")
         self._tree = parsed
         self._name, self._work = "", 0
         self.fits("")  # all kinds of parts are looked at, whatever the name
@@ -59,13 +61,13 @@ class NamePattern:
         """Return whether the whole name matches, as `re.fullmatch` says.
 
         Raises:
-            PatternError: this takes too much work.
+            NamePatternError: this takes too much work.
         """
         self._name, self._work = name, 0
         try:
             return len(name) in self._sequence(self._tree, frozenset({0}))
         except RecursionError as error:
-            raise PatternError("is nested too deeply") from error
+            raise NamePatternError("is nested too deeply") from error
 
     def _sequence(self, parts: Iterable[Any], places: _Places) -> _Places:
         for kind, value in parts:
@@ -75,7 +77,7 @@ class NamePattern:
     def _part(self, kind: str, value: Any, places: _Places) -> _Places:
         self._work += 1 + len(places)
         if self._work > _MAX_WORK:
-            raise PatternError("takes too much work to match; write a simpler one, or a list")
+            raise NamePatternError("takes too much work to match; write a simpler one, or a list")
         match kind:
             case "literal" | "not_literal" | "any" | "in":
                 name = self._name
@@ -86,18 +88,22 @@ class NamePattern:
             case "subpattern":
                 _, added, removed, inner = value
                 if added or removed:
-                    raise PatternError("sets flags, which are not supported: leave them out")
+                    raise NamePatternError("sets flags, which are not supported: leave them out")
                 return self._sequence(inner, places)
             case "max_repeat" | "min_repeat":
                 least, most, inner = value
                 return self._repeated(least, most, inner, places)
             case "at":
                 return frozenset(at for at in places if self._is_at(str(value).lower(), at))
-        raise PatternError(f"uses {kind.replace('_', ' ')}, which is not supported: leave it out")
+        raise NamePatternError(
+            f"uses {kind.replace('_', ' ')}, which is not supported: leave it out"
+        )
 
     def _repeated(self, least: int, most: Any, inner: Sequence[Any], places: _Places) -> _Places:
         if least > _MAX_REPEATS:
-            raise PatternError(f"repeats a part {least} times; at most {_MAX_REPEATS} are counted")
+            raise NamePatternError(
+                f"repeats a part {least} times; at most {_MAX_REPEATS} are counted"
+            )
         for _ in range(least):
             places = self._sequence(inner, places)
         found, last = places, places
@@ -122,7 +128,7 @@ class NamePattern:
                 before = at > 0 and is_word(name[at - 1])
                 after = at < len(name) and is_word(name[at])
                 return (before != after) == (kind == "at_boundary")
-        raise PatternError(f"uses {kind}, which is not supported: leave it out")
+        raise NamePatternError(f"uses {kind}, which is not supported: leave it out")
 
 
 def _is_one(kind: str, value: Any, letter: str) -> bool:
@@ -144,4 +150,4 @@ def _is_one(kind: str, value: Any, letter: str) -> bool:
             plain = name.replace("_not_", "_")
             if plain in _CATEGORIES:
                 return _CATEGORIES[plain](letter) != (name != plain)
-    raise PatternError(f"uses {kind} {value}, which is not supported: leave it out")
+    raise NamePatternError(f"uses {kind} {value}, which is not supported: leave it out")

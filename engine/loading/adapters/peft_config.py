@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from engine.contract.errors import AdapterRefusedError
-from engine.loading.adapters.name_patterns import NamePattern, PatternError
+from engine.loading.adapters.name_patterns import NamePattern, NamePatternError
 
 _Value = TypeVar("_Value")
 _MOST_NAMES = 4096
@@ -149,7 +149,7 @@ class _naming:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if isinstance(error, PatternError):
+        if isinstance(error, NamePatternError):
             raise _refused(self._name, str(error)) from error
 
 

@@ -20,7 +20,7 @@ from engine.contract.adapters import named_directories
 from engine.contract.config import LoadConfig
 from engine.contract.errors import AdapterRefusedError, ConfigError
 from engine.loading.adapters.adapter_loading import load_adapters, read_adapter
-from engine.loading.adapters.name_patterns import NamePattern, PatternError
+from engine.loading.adapters.name_patterns import NamePattern, NamePatternError
 from tests.adapter_files import PeftAdapter
 from tests.engine.mode_sweep import load_family
 from tests.model_recipes import RECIPES
@@ -218,7 +218,7 @@ def test_no_pattern_takes_long(pattern: str) -> None:
 
 
 def test_a_pattern_that_takes_too_much_work() -> None:
-    with pytest.raises(PatternError, match="too much work"):
+    with pytest.raises(NamePatternError, match="too much work"):
         NamePattern(r"(a*b?)*" * 500).fits("a" * 400)
 
 
@@ -226,7 +226,7 @@ def test_a_pattern_that_takes_too_much_work() -> None:
     "pattern", ["a" * 5000, "(", "a{2000}", "(?i)a", "(?P<n>a)(?P=n)", "(?<=a)b"]
 )
 def test_patterns_that_are_refused(pattern: str) -> None:
-    with pytest.raises(PatternError):
+    with pytest.raises(NamePatternError):
         NamePattern(pattern)
 
 
