@@ -58,6 +58,7 @@ def build_core(
         model_context=verified.context_length,
         cache_context=kv_cache.max_tokens_per_request(plan.max_batch_tokens),
         heeds_priorities=policy.heeds_priorities,
+        adapters=verified.adapters,
     )
     if limits.max_context_tokens < 2:
         raise InsufficientMemoryError(
@@ -83,6 +84,7 @@ def build_core(
         max_context_tokens=limits.max_context_tokens,
         overlap=loaded.overlap,
         rope=verified.rope,
+        adapters=verified.adapters,
     )
     return core, limits, plan
 

@@ -14,6 +14,7 @@ from engine.api.manager import ContinuousBatchingManager
 from engine.api.request_builder import token_ids
 from engine.api.results import GenerationOutput, Mailbox, choice_name
 from engine.contract.errors import (
+    AdapterNotLoadedError,
     CompileQueueFullError,
     EngineUnavailableError,
     HeadraceError,
@@ -65,8 +66,14 @@ def generate(
     eos_token_id: int | Iterable[int] | None,
     record_timestamps: bool,
     progress_bar: bool,
+    adapter: str | Sequence[str | None] | None = None,
 ) -> dict[str, GenerationOutput]:
     """Generate for each prompt; see `LoadedModel.generate_batch`."""
+    adapters = [adapter] * len(inputs) if adapter is None or isinstance(adapter, str) else adapter
+    if len(adapters) != len(inputs):
+        raise InvalidRequestError(
+            "adapter", f"has {len(adapters)} names for {len(inputs)} prompts; give one for each"
+        )
     names: list[str] = []
     with tqdm(
         total=len(inputs),
@@ -75,7 +82,7 @@ def generate(
         disable=not progress_bar,
     ) as bar:
         batch = _Batch(manager, bar)
-        for index, prompt in enumerate(inputs):
+        for index, (prompt, own) in enumerate(zip(inputs, adapters, strict=True)):
             name = manager.new_name()
             try:
                 num_choices = batch.add(
@@ -84,8 +91,12 @@ def generate(
                     max_new_tokens=max_new_tokens,
                     eos_token_id=eos_token_id,
                     record_timestamps=record_timestamps,
+                    adapter=own,
                 )
-            except (InvalidRequestError, CompileQueueFullError, EngineUnavailableError) as error:
+            except (
+                *(InvalidRequestError, AdapterNotLoadedError),
+                *(CompileQueueFullError, EngineUnavailableError),
+            ) as error:
                 num_choices = 1
                 batch.put(_refused(name, prompt, error))
             names.extend(choice_name(name, choice) for choice in range(num_choices))

@@ -75,7 +75,7 @@ _CONFIG_KEYS = frozenset(
 """Options that can be set both in a generation config and for a single request."""
 REQUEST_KEYS = _CONFIG_KEYS | {
     "allowed_token_ids", "banned_token_ids", "logprob_token_ids", "prompt_logprobs", "n", "grammar",
-    "priority", "time_limit_s", "cache_salt", "bypass_prefix_cache", "caller", "weight",
+    "priority", "time_limit_s", "cache_salt", "bypass_prefix_cache", "caller", "weight", "adapter",
 }  # fmt: skip
 """The keywords allowed for a single request."""
 _CHOICES_KEYS = ("n", "num_return_sequences")
@@ -228,6 +228,7 @@ class GenerationDefaults:
             logprobs=self._logprobs(values),
             prompt_logprobs=_optional_integer("prompt_logprobs", values["prompt_logprobs"]),
             grammar=_grammar(values["grammar"]),
+            adapter=_adapter(values["adapter"]),
             n=_choices(overrides, self.num_return_sequences),
             priority=_optional_integer("priority", values["priority"]) or 0,
             cache_salt=_salt(values["cache_salt"]),
@@ -394,6 +395,12 @@ def _grammar(value: object) -> GrammarParams | None:
     if value is not None and not isinstance(value, GrammarParams):
         raise InvalidRequestError("grammar", f"is {value!r}; it must be a GrammarParams")
     return value
+
+
+def _adapter(value: object) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise InvalidRequestError("adapter", f"is {value!r}; it must be an adapter's name")
 
 
 def _salt(value: object) -> bytes:

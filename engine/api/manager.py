@@ -381,6 +381,7 @@ class ContinuousBatchingManager:
         max_new_tokens: int | None,
         eos_token_id: int | Iterable[int] | None,
         record_timestamps: bool,
+        adapter: str | None = None,
     ) -> int:
         """Add a request whose results go to a separate mailbox; used by
         `engine.api.batch_generation`.
@@ -389,7 +390,8 @@ class ContinuousBatchingManager:
             The request's number of choices.
         """
         self._loop.refuse_in_a_fork()
-        prepared = self._builder.build(name, prompt, max_new_tokens, eos_token_id, {})
+        own = {"adapter": adapter}
+        prepared = self._builder.build(name, prompt, max_new_tokens, eos_token_id, own)
         self._admit(
             [prepared], streaming=False, record_timestamps=record_timestamps, mailbox=mailbox
         )

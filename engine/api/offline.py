@@ -234,7 +234,8 @@ class LoadedModel:
             persistent_manager: whether the model keeps the manager and its cache for the next call
                 with the same configs.
             warmup: whether to run everything that is slow the first time before the first prompt.
-            kwargs: max_new_tokens, eos_token_id, and individual fields of ContinuousBatchingConfig.
+            kwargs: max_new_tokens, eos_token_id, adapter (a loaded adapter's name for all prompts,
+                or one or None for each), and individual fields of ContinuousBatchingConfig.
 
         Returns:
             The outputs by request id, in the order of the prompts. The ids of a new manager are
@@ -250,6 +251,7 @@ class LoadedModel:
         """
         max_new_tokens = kwargs.pop("max_new_tokens", None)
         eos_token_id = kwargs.pop("eos_token_id", None)
+        adapter = kwargs.pop("adapter", None)
         manager = self._manager(generation_config, continuous_batching_config, kwargs)
         is_complete = False
         try:
@@ -261,6 +263,7 @@ class LoadedModel:
                 eos_token_id=eos_token_id,
                 record_timestamps=record_timestamps,
                 progress_bar=progress_bar,
+                adapter=adapter,
             )
             is_complete = True
         finally:
@@ -329,7 +332,8 @@ def load(
         config: the default config of managers.
         telemetry: notified of what managers do (docs/offline.md); may be None.
         options: fields of LoadConfig: dtype, device, threads, attention, quantization,
-            pack_weights, decoder, tensor_parallel. dtype and device may be torch objects.
+            pack_weights, decoder, tensor_parallel, adapters, max_adapter_rank, max_adapter_bytes.
+            dtype and device may be torch objects, and adapters a dict of directories by name.
 
     Raises:
         ModelRefusedError: the model cannot be loaded, or would not run correctly.
@@ -371,6 +375,8 @@ def _load_config(options: dict[str, Any]) -> LoadConfig:
         values["dtype"] = str(values["dtype"]).removeprefix("torch.")
     if isinstance(values.get("device"), torch.device):
         values["device"] = str(values["device"])
+    if isinstance(values.get("adapters"), Mapping):
+        values["adapters"] = tuple(f"{name}={one}" for name, one in values["adapters"].items())
     return LoadConfig(**values)
 
 

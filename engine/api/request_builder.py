@@ -24,7 +24,7 @@ _FREE_KEYS = frozenset(
     {
         "n", "num_return_sequences", "seed", "stop_strings", "stop_token_ids", "ignore_eos",
         "logprobs", "logprob_token_ids", "prompt_logprobs", "grammar", "priority", "time_limit_s",
-        "cache_salt", "bypass_prefix_cache",
+        "cache_salt", "bypass_prefix_cache", "adapter",
     }
 )  # fmt: skip
 """Per-request options that need no processor; `grammar` uses a matcher instead."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.step_states import StepStates
+from engine.contract.adapters import AdapterRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,12 +259,15 @@ class AttentionContext:
         caches: the layers' caches, by layer index.
         metadata: the step's metadata, by group.
         states: the states of recurrent layers, if there are any.
+        adapters: the rows whose requests have adapters, if there are any. Attention itself does not
+            read them: they come with what reaches every layer of a step.
     """
 
     backend: AttentionBackend
     caches: Sequence[LayerCache] | Mapping[int, LayerCache]
     metadata: Sequence[AttentionMetadata]
     states: StepStates | None = None
+    adapters: AdapterRows | None = None
 
     def attend(
         self,

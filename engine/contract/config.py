@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.contract.adapters import named_directories
 from engine.contract.errors import ConfigError
 from engine.contract.option_fields import check_bounds, option
 
@@ -403,8 +404,37 @@ class LoadConfig:
         choices=TENSOR_PARALLELS,
     )
 
+    adapters: tuple[str, ...] = option(
+        (),
+        "An adapter (LoRA) that requests may name, as `NAME=DIR`: a directory that peft has "
+        "written ([adapters](adapters.md)).",
+        more="May be repeated.",
+        flag="adapter",
+        group=GROUP,
+    )
+    max_adapter_rank: int = option(
+        64,
+        "The highest rank of an adapter.",
+        low=1,
+        high=1024,
+        group=GROUP,
+    )
+    max_adapter_bytes: int = option(
+        2**30,
+        "Most memory for all adapters together.",
+        low=1,
+        high=2**40,
+        group=GROUP,
+    )
+
     def __post_init__(self) -> None:
         check_bounds(self)
+        object.__setattr__(self, "adapters", tuple(self.adapters))  # lists come from messages
+        named_directories(self.adapters)
+        if self.adapters and self.tensor_parallel != "none":
+            raise ConfigError(
+                "adapters", "are given, and tensor_parallel is auto, which has none; leave one out"
+            ).naming("tensor_parallel")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ConfigError("device", f"is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
         if self.tensor_parallel == "auto":

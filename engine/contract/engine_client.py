@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.contract.adapters import AdapterInfo
 from engine.contract.outputs import StepOutputs
 from engine.contract.request import GenerationRequest
 from engine.contract.sampling_params import SamplingParams
@@ -52,6 +53,7 @@ class ModelInfo:
         max_queue_size: the maximum number of waiting requests; 0: no limit.
         heeds_priorities: whether the scheduling policy uses priorities; if not, they are refused.
         speculates: whether steps compute guessed tokens.
+        adapters: those that requests may name.
         startup: how many seconds the phases of loading took, in order (`engine.contract.startup`).
     """
 
@@ -70,6 +72,7 @@ class ModelInfo:
     max_queue_size: int
     heeds_priorities: bool
     speculates: bool = False
+    adapters: tuple[AdapterInfo, ...] = ()
     startup: tuple[tuple[str, float], ...] = ()
 
 

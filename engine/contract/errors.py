@@ -218,6 +218,21 @@ class ModelChangedError(ModelRefusedError):
         )
 
 
+class AdapterRefusedError(ModelRefusedError):
+    """An adapter cannot be loaded, or would not be computed correctly. The message says why."""
+
+
+class AdapterNotLoadedError(HeadraceError):
+    """A request names an adapter that is not loaded. `field`: where it names it."""
+
+    def __init__(self, name: str, field: str = "adapter") -> None:
+        super().__init__(
+            f"{field}: no adapter with the name {name[:160]!r} is loaded here; name one that is, "
+            "or leave it out"
+        )
+        self.name = name
+
+
 class WeightsRefusedError(ModelRefusedError):
     """The given new weights cannot be used. The message names the tensor."""
 

@@ -16,6 +16,7 @@ from typing import Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from engine.contract.adapters import Adapter
 from engine.contract.outputs import TokenLogprobs
 from engine.contract.sampling_params import (
     GrammarParams,
@@ -78,6 +79,7 @@ class GenerationRequest:
         prediction: tokens that the output is expected to resemble, such as those of a file that
             is to be edited. It changes no token, only how many steps they take. Empty: nothing is
             expected.
+        adapter: the name of the adapter that is applied to the model; empty: none.
         n: the number of independent continuations (choices) to generate, 1 to MAX_CHOICES.
         priority: requests with a higher priority run first; -100 to 100. Only for schedulers that
             use priorities.
@@ -104,6 +106,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     grammar: GrammarParams | None = None
     prediction: TokenIds = NO_IDS
+    adapter: str = ""
     n: int = 1
     priority: int = 0
     cache_salt: bytes = b""
@@ -224,6 +227,7 @@ class Request:
         spec: what was asked for.
         key: the choice's identifier in the engine.
         choice: the index of the choice in the request.
+        adapter: what is applied to the model, from the first step to the last. None: nothing.
         matcher: follows the grammar. None if there is no grammar, or it no longer restricts the
             output.
         arrival: monotonic seconds, set at admission.
@@ -269,6 +273,7 @@ class Request:
     max_total_tokens: int
     key: RequestKey = _NO_KEY
     choice: int = 0
+    adapter: Adapter | None = None
     matcher: TokenMatcher | None = None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     num_computed_tokens: int = 0

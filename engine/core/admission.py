@@ -4,10 +4,12 @@ of after a wait in the queue.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
+from engine.contract.adapters import LoadedAdapters
 from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.contract.request import (
     MAX_CACHE_SALT_BYTES,
@@ -31,12 +33,14 @@ class AdmissionLimits:
         model_context, cache_context: what the model allows, and what the KV cache can hold for one
             request.
         heeds_priorities: whether the scheduler uses priorities; if not, they are refused.
+        adapters: those that requests may name.
     """
 
     vocab_size: int
     model_context: int
     cache_context: int
     heeds_priorities: bool = True
+    adapters: LoadedAdapters = dataclasses.field(default_factory=LoadedAdapters)
 
     @property
     def max_context_tokens(self) -> int:
@@ -51,7 +55,9 @@ class AdmissionLimits:
                 remedy.
             UnsupportedFeatureError: the request has a priority, and the scheduler does not use
                 priorities.
+            AdapterNotLoadedError: the request names an adapter that is not loaded.
         """
+        self.adapters.of_request(request.adapter)
         prompt = request.prompt
         if not prompt:
             raise InvalidRequestError(

@@ -31,7 +31,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from engine.contract.errors import RanksLostError
+from engine.contract.adapters import LoadedAdapters
+from engine.contract.errors import AdapterNotLoadedError, RanksLostError
 from engine.contract.outputs import (
     FinishReason,
     RequestFailure,
@@ -62,6 +63,7 @@ class EngineCore:
         max_context_tokens: int,
         overlap: bool = False,
         rope: RopeLengths | None = None,
+        adapters: LoadedAdapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wire a core.
@@ -73,6 +75,7 @@ class EngineCore:
                 are on the host.
             rope: how the model's rotary frequencies depend on a request's length; None if they do
                 not.
+            adapters: those that requests may name; None: there are none.
             clock: returns monotonic seconds.
         """
         self.scheduler = scheduler
@@ -80,6 +83,7 @@ class EngineCore:
         self.max_context_tokens = max_context_tokens
         self.overlap = overlap
         self.rope = rope
+        self._adapters = adapters or LoadedAdapters()
         self.clock = clock
         self._outgrown: list[Request] = []  # have just outgrown the original length of `rope`
         self._live = LiveRequests(scheduler, runner, clock)
@@ -117,6 +121,11 @@ class EngineCore:
         """
         limit = min(len(spec.prompt) + spec.stop.max_tokens, self.max_context_tokens)
         choices = {}
+        adapter, gone = None, None
+        try:
+            adapter = self._adapters.of_request(spec.adapter)
+        except AdapterNotLoadedError as error:  # it was, when the request was checked
+            gone = error
         endings = spec.stop.ending_token_ids
         for choice in range(spec.n):
             self._next_key += 1
@@ -126,11 +135,15 @@ class EngineCore:
                 max_total_tokens=limit,
                 key=RequestKey(self._next_key),
                 choice=choice,
+                adapter=adapter,
                 ending_token_ids=endings,
                 rope_group=0 if self.rope is None else self.rope.group(len(spec.prompt)),
             )
             self._bound_drafts(choices[choice])
         live = self._live.add(spec, choices)
+        if gone is not None:
+            self._live.fail_alone(live, str(gone), gone)
+            return
         if make_matcher is not None:
             try:
                 for request in choices.values():

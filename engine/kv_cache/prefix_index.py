@@ -2,7 +2,9 @@
 
 The KV of a full block depends on its tokens and on all tokens before them. So digests are chained:
 
-    root   = H(salt), or H(H(salt) ‖ the rope group) if that is not 0 (see `engine.contract.rope`)
+    root   = H(salt)
+             H(root ‖ the rope group) if that is not 0 (see `engine.contract.rope`)
+             H(root ‖ the digest of the adapter's content) if the request has one
     digest = H(the digest of the previous block, or the root ‖ the block's token ids)
 
 H is BLAKE2b with 16 bytes (RFC 7693). The salt separates tenants. No tenant may be able to produce
@@ -24,6 +26,7 @@ _DIGEST_BYTES = 16
 _SALT_HASH = blake2b(digest_size=_DIGEST_BYTES, person=b"salt")
 _BLOCK_HASH = blake2b(digest_size=_DIGEST_BYTES, person=b"block")
 _ROPE_HASH = blake2b(digest_size=_DIGEST_BYTES, person=b"rope")
+_ADAPTER_HASH = blake2b(digest_size=_DIGEST_BYTES, person=b"adapter")
 
 
 def extend_block_hashes(request: Request, num_blocks: int, block_size: int) -> None:
@@ -48,6 +51,8 @@ def _root(request: Request) -> bytes:
     root = _digest(_SALT_HASH, request.spec.cache_salt)
     if request.rope_group:
         root = _digest(_ROPE_HASH, root + request.rope_group.to_bytes(8, "little"))
+    if request.adapter is not None:
+        root = _digest(_ADAPTER_HASH, root + request.adapter.digest)
     return root
 
 

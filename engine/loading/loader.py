@@ -31,10 +31,13 @@ from engine.attention.registry import (
     fall_back,
     register,
 )
+from engine.contract.adapters import named_directories
 from engine.contract.config import LoadConfig
 from engine.contract.environment import RankPlace
 from engine.contract.errors import InsufficientMemoryError, ModelRefusedError
 from engine.contract.startup import KERNELS, VERIFY, WEIGHTS, enter
+from engine.loading.adapters.adapted_modules import AdaptedModules
+from engine.loading.adapters.adapter_loading import load_adapters
 from engine.loading.checkpoint import Checkpoint, read_checkpoint, resolve_path
 from engine.loading.driver import why_unusable
 from engine.loading.gate import (
@@ -133,7 +136,15 @@ def _load(
     progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
     if ranks is not None:
         return verify_model(loaded, path, progress, load_config.attention, ranks=ranks)
-    return prepare_model(loaded, path, load_config, progress)
+    verified = prepare_model(loaded, path, load_config, progress)
+    load_adapters(
+        verified,
+        named_directories(load_config.adapters),
+        max_rank=load_config.max_adapter_rank,
+        max_bytes=load_config.max_adapter_bytes,
+        progress=progress,
+    )
+    return verified
 
 
 def prepare_model(
@@ -258,6 +269,15 @@ def verify_model(
         rope=ready.rope,
         decoder=ready.decoder,
         watch=None if ready.view is None else ModelWatch(model, replaces_itself),
+        adapted=None
+        if ready.view is None
+        else AdaptedModules(
+            ready.model,
+            ready.decoder or ready.model,
+            None if ready.decoder is None else ready.decoder.description,
+            ready.backend,
+            probe,
+        ),
     )
 
 

@@ -264,6 +264,9 @@ def _compiled_forward(
 ) -> ModelForward:
     fallback = getattr(verified.original.generation_config, "compile_config", None)
     options = compile_options(config, fallback)
+    if options and verified.adapters.all():
+        source = next(iter(options.values())).source
+        raise ConfigError(source, "models with adapters are not compiled; leave one of them out")
     if options and verified.probe.recurrence.shapes:
         source = next(iter(options.values())).source
         raise ConfigError(source, "models with recurrent layers are not compiled; leave it out")

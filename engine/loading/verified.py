@@ -16,11 +16,13 @@ from transformers import PreTrainedModel
 
 from engine.attention.interface import AttentionBackend
 from engine.attention.registry import AttentionUnavailableError
+from engine.contract.adapters import LoadedAdapters
 from engine.contract.errors import ModelChangedError, ModelRefusedError, WeightsRefusedError
 from engine.contract.rope import RopeLengths
 from engine.contract.sampling_params import SamplingParams
 from engine.contract.types import TokenId
 from engine.drafts.row_costs import RowTimes
+from engine.loading.adapters.adapted_modules import AdaptedModules
 from engine.loading.gate import probe_layers, self_check
 from engine.loading.memory import StepLimits
 from engine.loading.model_watch import ModelChanges, ModelWatch, Noticed
@@ -75,6 +77,8 @@ class VerifiedModel:
         view: connects `model` and `original`. None if they are the same.
         rope: how the model's rotary frequencies depend on a request's length. None if they do not,
             or if requests may not exceed the original length.
+        adapted: computes adapters in steps. None if the model has no view.
+        adapters: those that requests may name.
     """
 
     model: PreTrainedModel
@@ -98,11 +102,13 @@ class VerifiedModel:
     rope: RopeLengths | None = None
     decoder: CausalDecoder | None = None
     watch: ModelWatch | None = None
+    adapted: AdaptedModules | None = None
+    adapters: LoadedAdapters = field(default_factory=LoadedAdapters)
 
     @property
     def steps(self) -> CausalModel:
-        """The model or decoder that steps run."""
-        return self.decoder or self.model
+        """The model or decoder that steps run, with adapters."""
+        return self.adapted or self.decoder or self.model
 
     def refresh(self) -> Noticed:
         """Apply changes that the owner has made to the model.

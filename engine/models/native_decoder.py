@@ -31,6 +31,7 @@ from engine.models.decoder_frame import DecoderFrame, DecoderOutput
 from engine.models.formats.native import Native, native_library
 from engine.models.held_layer import PackedLinear
 from engine.models.layer_parts import Kind
+from engine.models.low_rank import layer_tables
 from engine.models.native_layer import BoundLayer
 from engine.models.native_recurrence import BoundStates
 from engine.models.native_tensors import Held
@@ -183,7 +184,9 @@ class NativeDecoder(DecoderFrame):
             for which in (0, 1)
         )
         y = torch.empty_like(x)
-        tokens = len(x)
+        tokens, adapted = len(x), None
+        if context.adapters is not None:
+            adapted = layer_tables(context.adapters, layers[0].description.index)
         call = LayersCall(
             ctypes.addressof(specs),
             ctypes.addressof(attention),
@@ -202,6 +205,7 @@ class NativeDecoder(DecoderFrame):
             len(layers),
             0,
             torch.get_num_threads(),
+            None if adapted is None else adapted.address,
         )
         while needed := native_library().layers(ctypes.byref(call)):
             backend.grow_scratch(needed)

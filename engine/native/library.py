@@ -26,6 +26,10 @@ _FUNCTIONS = {
         *(_POINTER, _POINTER, ctypes.c_float, _POINTER),
         *(_INT, _INT, ctypes.c_int, ctypes.c_int),
     ),
+    "headrace_low_rank": (
+        *(_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT),
+        *(ctypes.c_int, ctypes.c_int),
+    ),
     "headrace_greedy": (_POINTER, _INT, _INT, _INT, _POINTER, ctypes.c_int),
     "headrace_draw": (
         *(_POINTER, _INT, _POINTER, _INT, _INT, ctypes.c_int),
@@ -228,6 +232,43 @@ class LayerSpec(ctypes.Structure):
     )
 
 
+class LowRank(ctypes.Structure):
+    """What an adapter adds to one linear layer: scale · B · A · x. Mirrors the struct in
+    src/calls.h.
+
+    Attributes:
+        a: [rank, inputs]. b: [rank, outputs], transposed, so that outputs are adjacent.
+        rank: 0 if the layer has no such part.
+        column: the layer's first column among those of its product, which may be joined.
+        dtype: FLOAT32 or BFLOAT16, the type of a and b.
+    """
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("a", "b")),
+        *((name, _INT) for name in ("rank", "inputs", "outputs", "column", "dtype")),
+        ("scale", ctypes.c_float),
+    )
+
+
+TO_PROJECTION, TO_OUTPUT, TO_INNER, TO_DOWN, PARTS = 0, 3, 4, 6, 7
+"""Where the parts of a decoder layer begin in an adapter's table, and how many there are."""
+
+
+class AdaptedRows(ctypes.Structure):
+    """A step's rows with adapters, grouped by adapter. Mirrors the struct in src/calls.h.
+
+    Attributes:
+        rows: int64, the indices of the rows, group after group.
+        ends: int64 [groups], where each group ends among `rows`.
+        adapters: the address of each group's table of LowRank.
+    """
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("rows", "ends", "adapters")),
+        ("groups", _INT),
+    )
+
+
 class LayersCall(ctypes.Structure):
     """A step through consecutive layers. Mirrors the struct in src/calls.h.
 
@@ -244,6 +285,8 @@ class LayersCall(ctypes.Structure):
         count: the number of layers.
         next: the first layer that was not computed.
         threads: the number of threads to use.
+        adapted: an AdaptedRows, whose tables have PARTS entries for each of the layers. Null if no
+            row has an adapter.
     """
 
     _fields_ = (
@@ -251,6 +294,7 @@ class LayersCall(ctypes.Structure):
         *((name, _POINTER) for name in ("states", "rows", "x", "y")),
         *((name, _POINTER) for name in ("cos", "sin", "scratch", "attention_scratch")),
         *((name, _INT) for name in ("attention_floats", "tokens", "count", "next", "threads")),
+        ("adapted", _POINTER),
     )
 
 
@@ -372,6 +416,8 @@ class NativeLibrary:
         norm, gate, heads, add: the operations between a model's matrix products as separate
             functions, for the comparison with the model; see src/elementwise.cpp, and
             `engine.models.native_layer`, which calls them.
+        low_rank: what adapters add to a product; see src/low_rank.cpp, and
+            `engine.models.low_rank`, which calls it.
         layer_scratch: takes a LayerSpec by reference and a number of tokens. Returns how many bytes
             of scratch memory they need, which is proportional to the number of tokens.
         layers: takes a LayersCall by reference. Returns 0, or the number of floats of scratch
@@ -396,6 +442,7 @@ class NativeLibrary:
     gate: Any
     heads: Any
     add: Any
+    low_rank: Any
     layer_scratch: Any
     layers: Any
     greedy: Any
@@ -472,6 +519,7 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
         gate=library.headrace_gate,
         heads=library.headrace_heads,
         add=library.headrace_add,
+        low_rank=library.headrace_low_rank,
         layer_scratch=library.headrace_layer_scratch,
         layers=library.headrace_layers,
         greedy=library.headrace_greedy,

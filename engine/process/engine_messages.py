@@ -17,6 +17,8 @@ import msgspec
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
 from engine.contract.engine_client import ModelInfo
 from engine.contract.errors import (
+    AdapterNotLoadedError,
+    AdapterRefusedError,
     CompileQueueFullError,
     ConfigError,
     DownloadError,
@@ -154,6 +156,8 @@ def to_wire(error: HeadraceError) -> WireError:
     match error:
         case InvalidRequestError() | UnsupportedFeatureError():
             return WireError(type(error).__name__, (error.field, error.description))
+        case AdapterNotLoadedError():
+            return WireError("AdapterNotLoadedError", (error.name,))
         case DuplicateRequestError():
             return WireError("DuplicateRequestError", (error.request_id,))
         case QueueFullError():
@@ -182,6 +186,8 @@ _CLASSES: dict[str, type[HeadraceError]] = {
     for kind in (
         InvalidRequestError,
         UnsupportedFeatureError,
+        AdapterNotLoadedError,
+        AdapterRefusedError,
         DuplicateRequestError,
         QueueFullError,
         CompileQueueFullError,

@@ -294,5 +294,6 @@ def _describe(
         max_queue_size=config.max_queue_size,
         heeds_priorities=limits.heeds_priorities,
         speculates=speculates,
+        adapters=verified.adapters.told(),
         startup=startup,
     )

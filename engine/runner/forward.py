@@ -11,6 +11,7 @@ from engine.attention.interface import AttentionBackend, AttentionContext, Atten
 from engine.attention.opaque import calling, new_call_id
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.attention.step_states import StepStates
+from engine.contract.adapters import AdapterRows
 from engine.native.device_copy import to_device
 from engine.runner.input_batch import InputBatch
 from engine.runner.kv_tensors import KVTensors
@@ -96,6 +97,7 @@ class ModelForward:
             logit_rows,
             metadata,
             states,
+            inputs.adapters,
         )
 
     def __call__(
@@ -106,6 +108,7 @@ class ModelForward:
         logit_rows: torch.Tensor | None,
         metadata: Sequence[AttentionMetadata],
         states: StepStates | None = None,
+        adapters: AdapterRows | None = None,
     ) -> torch.Tensor:
         """Compute a step.
 
@@ -115,11 +118,12 @@ class ModelForward:
             logit_rows: int64 [L], the tokens whose logits are wanted, or None for all.
             metadata: by group.
             states: of recurrent layers, if there are any.
+            adapters: the rows with adapters, if there are any.
 
         Returns:
             [L, V], in the model's dtype.
         """
-        context = AttentionContext(self.backend, self.kv.caches, metadata, states)
+        context = AttentionContext(self.backend, self.kv.caches, metadata, states, adapters)
         call_id = self._call_ids.get(path)
         with self.backend.step_lock:
             if call_id is None:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.attention.interface import BatchLayout
+from engine.contract.adapters import AdapterRows
 from engine.contract.request import PENDING_TOKEN, Request
 from engine.contract.rope import RopeLengths, with_lengths
 from engine.contract.types import RequestKey, TokenId
@@ -59,6 +60,7 @@ class InputBatch:
         lengths: how many of the request's tokens come before the one sampled from each of the rows.
         prompts: the requests of the P prompt tokens, in order.
         layouts: one per layer group.
+        adapters: the rows whose requests have adapters; None: no request has one.
         carried: tokens that are not on the host yet and are 0 in token_ids: (index of the token,
             the request for which the previous step samples it).
     """
@@ -73,6 +75,7 @@ class InputBatch:
     lengths: Sequence[int]
     prompts: tuple[PromptRows, ...]
     layouts: tuple[BatchLayout, ...]
+    adapters: AdapterRows | None = None
     carried: tuple[tuple[int, RequestKey], ...] = ()
 
 
@@ -174,6 +177,7 @@ class InputBatchBuilder:
             lengths=lengths.tolist(),
             prompts=prompts,
             layouts=layouts,
+            adapters=AdapterRows.of([row.request.adapter for row in rows], counts),
             carried=tuple([(row, rows[row].request.key) for row in pending]),
         )
 

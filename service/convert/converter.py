@@ -15,6 +15,7 @@ from functools import partial
 from headrace.v1 import generation_pb2, generation_service_pb2
 
 from engine.contract.engine_client import ModelInfo
+from engine.contract.errors import AdapterNotLoadedError
 from engine.contract.request import MAX_PRIORITY, MIN_WEIGHT, GenerationRequest
 from engine.contract.sampling_params import (
     MAX_LOGPROB_TOKEN_IDS,
@@ -107,6 +108,7 @@ class Draft:
         labels: the caller's labels.
         footprint: the memory that the message takes.
         digest: the hash of the call's content if it may be retried, otherwise empty.
+        adapter: the name of the adapter that the spec names, as adapter or as model; empty: none.
     """
 
     spec: generation_pb2.GenerationSpec
@@ -115,6 +117,7 @@ class Draft:
     labels: Mapping[str, str]
     footprint: Footprint
     digest: bytes
+    adapter: str = ""
 
 
 def _digest(message: SpecMessage, spec: generation_pb2.GenerationSpec) -> bytes:
@@ -169,14 +172,14 @@ class Converter:
         Raises:
             FieldError: the spec is missing, or the request's id or labels are invalid.
             ModelNotFoundError: the spec names another model.
+            AdapterNotLoadedError: the spec names an adapter that is not loaded.
         """
         if not message.HasField("spec"):
             raise FieldError(field, "is missing; say what to generate")
         spec = message.spec
         if spec.request_id:
             check_request_id(spec.request_id, f"{field}.request_id")
-        if spec.model and spec.model not in self._names:
-            raise ModelNotFoundError(f"{field}.model", spec.model, self._names)
+        adapter = self._adapter(spec, field)
         return Draft(
             spec=spec,
             field=field,
@@ -184,7 +187,24 @@ class Converter:
             labels=check_labels(spec.labels, f"{field}.labels") if spec.labels else NO_LABELS,
             footprint=message_footprint(spec),
             digest=_digest(message, spec) if spec.request_id else b"",
+            adapter=adapter,
         )
+
+    def _adapter(self, spec: generation_pb2.GenerationSpec, field: str) -> str:
+        """Return the name of the adapter that a spec names; its model's name may be one."""
+        loaded = {one.name for one in self._info.adapters}
+        model, adapter = spec.model, spec.adapter
+        if model and model not in self._names:
+            if model not in loaded:
+                raise ModelNotFoundError(f"{field}.model", model, self._names)
+            if adapter not in ("", model):
+                raise FieldError(
+                    f"{field}.adapter", "is another adapter than the one that model names; name one"
+                )
+            return model
+        if adapter and loaded and adapter not in loaded:
+            raise AdapterNotLoadedError(adapter, f"{field}.adapter")
+        return adapter
 
     async def submission(
         self,
@@ -214,6 +234,7 @@ class Converter:
         spec = draft.spec
         output, field = spec.output, input_field(spec)
         request = self._without_prompt(spec, account, weight, max_priority, engine_id)
+        request = replace(request, adapter=draft.adapter)
         plan = reply_plan(spec, self._reply, self._lacking)
         has_text = self._encoder is not None and not output.omit_text
         options = _delivery(output, request.logprobs, lives_by is LivesBy.CALLS, has_text)
@@ -304,6 +325,7 @@ class Converter:
         """Return the engine's request without the prompt and what depends on its length."""
         refuse_unsupported(
             spec,
+            has_adapters=bool(self._info.adapters),
             heeds_priorities=self._info.heeds_priorities,
             has_tokenizer=self._encoder is not None,
         )

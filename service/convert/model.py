@@ -105,6 +105,7 @@ def _capabilities(
                 *(("typed_replies",) if chat and reply is not None else ()),
                 *(("tool_choice",) if chat and reply and reply.call_form else ()),
                 *(("reasoning_budget",) if chat and reply and reply.reasons else ()),
+                *(("adapters",) if info.adapters else ()),
                 *(("priorities",) if info.heeds_priorities else ()),
                 "prediction",
             }

@@ -10,14 +10,18 @@ from headrace.v1 import generation_pb2
 
 from service.errors.call_errors import UnsupportedFieldError
 
-_NOT_YET = "is not supported by this server yet; leave it out"
+_NO_ADAPTERS = "names an adapter, and this server has none, which its operator adds with --adapter"
 
 
 _NO_TOKENIZER = "the model has no tokenizer"
 
 
 def refuse_unsupported(
-    spec: generation_pb2.GenerationSpec, *, heeds_priorities: bool, has_tokenizer: bool
+    spec: generation_pb2.GenerationSpec,
+    *,
+    has_adapters: bool,
+    heeds_priorities: bool,
+    has_tokenizer: bool,
 ) -> None:
     """Refuse fields that are not supported yet, or not supported by this server's configuration or
     model.
@@ -25,8 +29,8 @@ def refuse_unsupported(
     Raises:
         UnsupportedFieldError: a field is not supported. The error has its path in the spec.
     """
-    if spec.adapter:
-        raise UnsupportedFieldError("adapter", _NOT_YET)
+    if spec.adapter and not has_adapters:
+        raise UnsupportedFieldError("adapter", f"{_NO_ADAPTERS}; leave it out")
     if spec.scheduling.priority != 0 and not heeds_priorities:
         raise UnsupportedFieldError(
             "scheduling.priority",

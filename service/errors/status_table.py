@@ -24,6 +24,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from engine.contract.errors import (
+    AdapterNotLoadedError,
     CompileQueueFullError,
     ConfigError,
     DuplicateRequestError,
@@ -228,6 +229,10 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
             "MODEL_NOT_FOUND",
             lambda error: {"model": error.model, "served": ",".join(error.served)},
         ),
+    ),
+    (
+        AdapterNotLoadedError,
+        _as(_Code.NOT_FOUND, "ADAPTER_NOT_LOADED", lambda error: {"adapter": error.name[:64]}),
     ),
     (
         WrongInstanceError,

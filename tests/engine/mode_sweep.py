@@ -59,9 +59,12 @@ def run(
     *,
     one_by_one: bool = False,
     sampling: dict[str, Any] | None = None,
+    adapter: str | None = None,
     **options: Any,
 ) -> tuple[Tokens, EngineStats]:
-    """The generated tokens of each prompt. `sampling`: of the requests; None: greedy."""
+    """The generated tokens of each prompt. `sampling`: of the requests; None: greedy.
+    `adapter`: what they name.
+    """
     results: dict[str, list[int]] = {}
     names: list[str] = []
     with managed(loaded, **options) as manager:
@@ -74,7 +77,8 @@ def run(
 
         # All at once: added one after the other, the first may be over before the last comes.
         for group in [[prompt] for prompt in prompts] if one_by_one else [prompts]:
-            names += manager.add_requests(group, max_new_tokens=NEW_TOKENS, **(sampling or {}))
+            given = {"adapter": adapter, **(sampling or {})}
+            names += manager.add_requests(group, max_new_tokens=NEW_TOKENS, **given)
             if one_by_one:
                 take()
         while len(results) < len(prompts):
@@ -137,7 +141,11 @@ def load_family(family: str, decoder: str) -> tuple[PreTrainedModel, LoadedModel
 
 
 def check_every_mode(
-    model: PreTrainedModel, loaded: LoadedModel, attention: Attention, **more: Any
+    model: PreTrainedModel,
+    loaded: LoadedModel,
+    attention: Attention,
+    adapter: str | None = None,
+    **more: Any,
 ) -> None:
     """Serve prompts in each mode.
 
@@ -145,6 +153,7 @@ def check_every_mode(
         model: what `generate` is asked of.
         loaded: what the engine runs.
         attention: what its layers do.
+        adapter: what the requests name.
         more: options of all modes, with which requests may end before blocks run out.
     """
     prompts, sharing = make_prompts(LENGTHS), sharing_prompts()
@@ -153,17 +162,18 @@ def check_every_mode(
     assert len({token for tokens in expected + shared for token in tokens}) >= 5, "it says nothing"
     _check_attention(loaded, attention)
     few = _few_blocks(loaded)
+    own = {"adapter": adapter, **more}
     is_roomy = bool(more) or attention == "none"  # blocks may not run out
 
     for mode in MODES:
         if mode == "together":
-            tokens, _ = run(loaded, prompts, num_blocks=128, max_batch_tokens=1024, **more)
+            tokens, _ = run(loaded, prompts, num_blocks=128, max_batch_tokens=1024, **own)
             assert tokens == expected, mode
         elif mode == "chunked":
-            tokens, _ = run(loaded, prompts, num_blocks=128, max_batch_tokens=BUDGET, **more)
+            tokens, _ = run(loaded, prompts, num_blocks=128, max_batch_tokens=BUDGET, **own)
             assert tokens == expected, mode
         elif mode == "paced":
-            _check_paced(loaded, prompts, expected, more)
+            _check_paced(loaded, prompts, expected, own)
         elif mode == "preempted":
             tokens, stats = run(
                 loaded,
@@ -171,13 +181,13 @@ def check_every_mode(
                 num_blocks=few,
                 max_batch_tokens=BUDGET,
                 allow_block_sharing=False,
-                **more,
+                **own,
             )
             assert tokens == expected, mode
             assert stats.preemptions > 0 or is_roomy
         elif mode == "prefix shared":
             tokens, stats = run(
-                loaded, sharing, one_by_one=True, num_blocks=128, max_batch_tokens=BUDGET, **more
+                loaded, sharing, one_by_one=True, num_blocks=128, max_batch_tokens=BUDGET, **own
             )
             assert tokens == shared, mode
             assert stats.prefix_hits >= 3 * BLOCK
@@ -188,7 +198,7 @@ def check_every_mode(
                 num_blocks=few,
                 max_batch_tokens=BUDGET,
                 cpu_offload_space=0.01,
-                **more,
+                **own,
             )
             assert tokens == expected, mode
             assert (stats.offloads > 0 and stats.restores > 0) or is_roomy
@@ -199,7 +209,7 @@ def check_every_mode(
                 num_blocks=few,
                 max_batch_tokens=BUDGET,
                 use_async_batching=True,
-                **more,
+                **own,
             )
             assert tokens == expected, mode
         else:

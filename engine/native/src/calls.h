@@ -96,6 +96,26 @@ struct RecurrentSpec {
   int64_t num_key_heads, num_heads, key_dim, value_dim;
 };
 
+// What an adapter adds to one linear layer; see low_rank.cpp, and ../library.py for each field.
+struct LowRank {
+  const void* a;
+  const void* b;
+  int64_t rank, inputs, outputs, column;
+  int64_t dtype;
+  float scale;
+};
+
+// The parts of an adapter in one decoder layer, in the order of its table.
+enum AdapterPart : int { TO_PROJECTION = 0, TO_OUTPUT = 3, TO_INNER = 4, TO_DOWN = 6, PARTS = 7 };
+
+// A step's rows with adapters; see ../library.py for what each field means.
+struct AdaptedRows {
+  const int64_t* rows;
+  const int64_t* ends;
+  const LowRank* const* adapters;
+  int64_t groups;
+};
+
 // A whole decoder layer; see layer.cpp, and ../library.py for what each field means.
 struct LayerSpec {
   NormWeight before_attention, after_attention, before_mlp, after_mlp;
@@ -152,6 +172,7 @@ struct LayersCall {
   float* attention_scratch;
   int64_t attention_floats;
   int64_t tokens, count, next, threads;
+  const AdaptedRows* adapted;  // or null: no row has an adapter
 };
 
 // A short convolution; see convolution.cpp, and ../library.py for what each field means.

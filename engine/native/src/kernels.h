@@ -14,6 +14,8 @@ void gate(int activation, const void* gate, int64_t stride, const void* up, int6
           void* y, int64_t y_stride, int64_t rows, int64_t width, int dtype, int threads);
 void gated_norm(const LayerSpec& layer, void* x, const void* projected, int64_t rows, int threads);
 void heads(const HeadsCall& call, int dtype, int threads);
+void low_rank(const AdaptedRows& adapted, int64_t first, int64_t count, const void* x,
+              int64_t x_stride, void* y, int64_t y_stride, int dtype, int threads);
 void add(const void* x, const void* y, float factor, void* sum, int64_t rows, int64_t width,
          int dtype, int threads);
 void convolution(const ConvolutionCall& call);

@@ -22,6 +22,8 @@ struct Variant {
                int, int);
   void (*heads)(const HeadsCall&, int, int);
   void (*add)(const void*, const void*, float, void*, int64_t, int64_t, int, int);
+  void (*low_rank)(const AdaptedRows&, int64_t, int64_t, const void*, int64_t, void*, int64_t, int,
+                   int);
   int64_t (*layer_scratch)(const LayerSpec&, int64_t);
   int64_t (*layers)(LayersCall&);
   void (*greedy)(const void*, int64_t, int64_t, int64_t, int64_t*, int);
@@ -52,6 +54,8 @@ struct Variant {
   void heads(const HeadsCall& call, int dtype, int threads);                                     \
   void add(const void* x, const void* y, float factor, void* sum, int64_t rows, int64_t width,   \
            int dtype, int threads);                                                              \
+  void low_rank(const AdaptedRows& adapted, int64_t first, int64_t count, const void* x,         \
+                int64_t x_stride, void* y, int64_t y_stride, int dtype, int threads);            \
   int64_t layer_scratch(const LayerSpec& layer, int64_t tokens);                                 \
   int64_t layers(LayersCall& call);                                                              \
   void greedy(const void* logits, int64_t stride, int64_t rows, int64_t width, int64_t* tokens,  \
@@ -66,7 +70,7 @@ struct Variant {
                   int threads);                                                                  \
   int64_t recurrent_scratch(const LayerSpec& layer);                                             \
   const Variant VARIANT = {#isa, attention, linear_size, linear_pack, linear_rows, linear, norm, \
-                           gate, heads,     add,         layer_scratch, layers, greedy,  draw,   \
+                           gate, heads, add, low_rank, layer_scratch, layers, greedy, draw,       \
                            convolution, delta_rule, recur, gated_norm, recurrent_scratch};       \
   }
 
@@ -208,6 +212,13 @@ HEADRACE_ENTRY void headrace_heads(const HeadsCall* call, int dtype, int threads
 HEADRACE_ENTRY void headrace_add(const void* x, const void* y, float factor, void* sum, int64_t rows,
                                  int64_t width, int dtype, int threads) {
   variant.add(x, y, factor, sum, rows, width, dtype, threads);
+}
+
+// See `low_rank` in low_rank.cpp.
+HEADRACE_ENTRY void headrace_low_rank(const AdaptedRows* adapted, int64_t first, int64_t count,
+                                      const void* x, int64_t x_stride, void* y, int64_t y_stride,
+                                      int dtype, int threads) {
+  variant.low_rank(*adapted, first, count, x, x_stride, y, y_stride, dtype, threads);
 }
 
 // See `layer_scratch` in layer.cpp.
