@@ -10,8 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine import assembly
 from engine.api.offline import LoadedModel
 from engine.contract.request import RequestStatus
+from engine.drafts import drafter
+from engine.drafts.row_costs import RowTimes
 from engine.loading.adapters.adapter_loading import load_adapters
 from engine.models.low_rank import LowRankPart
 from tests.adapter_files import PeftAdapter, linear_targets
@@ -116,12 +119,19 @@ def test_choices_of_a_request_have_its_adapter(
 
 def test_drafts_change_no_token(
     crowd: tuple[PreTrainedModel, LoadedModel, dict[str, PeftAdapter]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, loaded, adapters = crowd
-    prompts = [one * 6 for one in make_prompts((9, 7))]
-    plain, _ = run(loaded, prompts, adapter="a1")
+    free = RowTimes((1, 64), (1.0, 1.0), 0.0, 0.0)
+    monkeypatch.setattr(assembly, "row_times", lambda *given: free)
+    monkeypatch.setattr(drafter, "_CLEARLY", -1.0)
+    prompts = make_prompts((9, 7))
+    expected = [adapters["a1"].generate(one, NEW_TOKENS) for one in prompts]
+    # What follows is in the prompt already, behind the prompt's own end.
+    prompts = [one + tokens + one for one, tokens in zip(prompts, expected, strict=True)]
+    expected = [adapters["a1"].generate(one, NEW_TOKENS) for one in prompts]
     drafted, stats = run(loaded, prompts, adapter="a1", speculation="history")
-    assert drafted == plain == [adapters["a1"].generate(one, NEW_TOKENS) for one in prompts]
+    assert drafted == expected
     assert stats.draft_tokens > 0
 
 

@@ -41,7 +41,7 @@ class NamePattern:
         """Read a pattern.
 
         Raises:
-            NamePatternError: it is too long, no regular expression, or uses what is not matched here.
+            NamePatternError: it is too long, no regular expression, or uses what is not matched.
         """
         if len(pattern) > MAX_PATTERN:
             raise NamePatternError(
