@@ -139,6 +139,7 @@ def _load(
     verified = prepare_model(loaded, path, load_config, progress)
     load_adapters(
         verified,
+        path,
         named_directories(load_config.adapters),
         max_rank=load_config.max_adapter_rank,
         max_bytes=load_config.max_adapter_bytes,

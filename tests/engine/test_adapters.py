@@ -41,6 +41,7 @@ def fresh(family: str) -> PreTrainedModel:
 def load(loaded: LoadedModel, **adapters: Path) -> None:
     load_adapters(
         loaded._verified,
+        Path(),
         {name: str(one) for name, one in adapters.items()},
         max_rank=64,
         max_bytes=2**30,

@@ -14,6 +14,8 @@ from safetensors.torch import load
 from engine.contract.errors import AdapterRefusedError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TEXT = ("chat_template.jinja", "added_tokens.json")
+"""What would change a prompt's tokens, if it differs from the base's."""
 _MAX_CONFIG = 1 << 20
 _MAX_HEAD = 4 << 20
 """The maximum size of the head of a safetensors file, which lists its tensors."""
@@ -48,6 +50,23 @@ def read_tensors(root: Path, max_bytes: int) -> dict[str, torch.Tensor]:
         raise AdapterRefusedError(
             f"{WEIGHTS} is damaged, or was not copied to its end ({str(error)[:120]})"
         ) from error
+
+
+def check_text(root: Path, base: Path) -> None:
+    """Check that an adapter's prompts are written as its base's are.
+
+    Raises:
+        AdapterRefusedError: it has a chat template or tokens of its own.
+    """
+    for name in _TEXT:
+        if (root / name).exists():
+            most, file = _MAX_CONFIG, base / name
+            own = _read(root, name, most, "which is more than any has")
+            if not file.is_file() or file.stat().st_size > most or file.read_bytes() != own:
+                raise AdapterRefusedError(
+                    f"{name} is not the base's, which would be used: remove it if the adapter was "
+                    "made with the base's"
+                )
 
 
 def _read(root: Path, name: str, most: int, why: str) -> bytes:

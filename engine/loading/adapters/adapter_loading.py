@@ -17,7 +17,13 @@ import torch
 from engine.contract.adapters import Adapter
 from engine.contract.errors import AdapterRefusedError
 from engine.loading.adapters.adapted_modules import AdaptedModules
-from engine.loading.adapters.adapter_files import CONFIG, WEIGHTS, read_config, read_tensors
+from engine.loading.adapters.adapter_files import (
+    CONFIG,
+    WEIGHTS,
+    check_text,
+    read_config,
+    read_tensors,
+)
 from engine.loading.adapters.peft_config import LoraConfig, parse_config
 from engine.models.formats.native import DTYPES, why_missing
 from engine.models.low_rank import AdapterWeights, LowRankPart
@@ -34,6 +40,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def load_adapters(
     verified: VerifiedModel,
+    base: Path,
     directories: Mapping[str, str],
     *,
     max_rank: int,
@@ -44,6 +51,7 @@ def load_adapters(
 
     Args:
         verified: the model.
+        base: its directory.
         directories: by name.
         max_rank: the highest rank that is allowed.
         max_bytes: how many bytes all of them may take.
@@ -58,9 +66,11 @@ def load_adapters(
     if reason is not None:
         raise AdapterRefusedError(f"adapters cannot be served here: {reason}").naming("adapters")
     modules, loaded, left = verified.adapted, [], max_bytes
-    assert modules is not None
+    if modules is None:
+        raise RuntimeError("why_no_adapters has found none")
     for name, directory in directories.items():
         try:
+            check_text(Path(directory), base)
             one = read_adapter(name, Path(directory), modules, max_rank=max_rank, max_bytes=left)
         except AdapterRefusedError as error:
             refused = AdapterRefusedError(f"adapter {name!r} ({directory}): {error}")

@@ -161,10 +161,10 @@ def test_memory_is_bounded_for_all_of_them(loaded: LoadedModel, folder: Path) ->
     verified = loaded._verified
     options: dict[str, Any] = {"max_rank": 64, "progress": lambda line: None}
     two = {"a": str(folder), "b": str(folder)}
-    load_adapters(verified, two, max_bytes=2 * size, **options)
+    load_adapters(verified, Path(), two, max_bytes=2 * size, **options)
     before = verified.adapters.all()
     with pytest.raises(AdapterRefusedError, match=r"adapter 'b'.*are free of max_adapter_bytes"):
-        load_adapters(verified, two, max_bytes=2 * size - 1, **options)
+        load_adapters(verified, Path(), two, max_bytes=2 * size - 1, **options)
     assert verified.adapters.all() == before
     os.truncate(folder / WEIGHTS, 64 << 20)
     with pytest.raises(AdapterRefusedError, match="more than is free of max_adapter_bytes"):
