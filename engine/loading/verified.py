@@ -107,8 +107,12 @@ class VerifiedModel:
 
     @property
     def steps(self) -> CausalModel:
-        """The model or decoder that steps run, with adapters."""
-        return self.adapted or self.decoder or self.model
+        """The model or decoder that steps run. Modules that adapters change must be known before an
+        engine is built.
+        """
+        if self.adapted is not None and self.adapted.has_stand_ins:
+            return self.adapted
+        return self.decoder or self.model
 
     def refresh(self) -> Noticed:
         """Apply changes that the owner has made to the model.

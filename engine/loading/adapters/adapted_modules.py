@@ -86,6 +86,11 @@ class AdaptedModules:
         )
         self.num_layers = 0 if decoder is None else len(decoder.layers)
 
+    @property
+    def has_stand_ins(self) -> bool:
+        """Whether steps must be computed by this, as adapters change modules outside our decoder."""
+        return bool(self._stand_ins)
+
     def why_not(self, path: str) -> str | None:
         """Return why a linear layer cannot be adapted, or None if it can. The first call computes
         some steps.
