@@ -114,6 +114,7 @@ class Whole:
         special: what its text layers have that others do not, for the table.
         reason: a part of the message with which it is refused. "": it is served.
         why: the reason in the table's words.
+        own_only: a part of the message with which it is refused where our decoder is not used.
         is_flat: whether the settings of text are those of the model's own config.
     """
 
@@ -125,6 +126,7 @@ class Whole:
     special: str = ""
     reason: str = ""
     why: str = ""
+    own_only: str = ""
     is_flat: bool = False
 
     @property
@@ -319,8 +321,8 @@ _RECIPES = {
     "minicpmv4_6": Whole(
         "minicpmv4_6",
         {"model_type": "qwen3_5_text", **_DELTA},
-        reason=_NO_KEEPING,
-        why=_NO_KEEPING_WHY,
+        special="served by our decoder alone, as its own modules compute the logits of all tokens",
+        own_only=_NO_KEEPING,
     ),
     "minimax_m3_vl": Whole(
         "minimax_m3_vl",

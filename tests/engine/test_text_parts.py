@@ -46,6 +46,10 @@ def test_every_mode_equals_generate_of_the_whole_model(
         pytest.skip("our decoder does not know its text part")
     whole, lines = _saved(tmp_path, name), list[str]()
     config = LoadConfig(threads=1, decoder=decoder)
+    if decoder == "transformers" and recipe.own_only:
+        with pytest.raises(ModelRefusedError, match=recipe.own_only):
+            load_model(str(tmp_path), config, lines.append)
+        return
     verified = load_model(str(tmp_path), config, lines.append)
     assert (verified.decoder is not None) == (decoder == "own")
     assert any(line.startswith("left out, as only text is served: ") for line in lines)

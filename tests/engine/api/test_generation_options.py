@@ -287,6 +287,7 @@ def test_the_request_has_all_of_it() -> None:
         logprobs=1,
         temperature=0.5,
         seed=3,
+        adapter="team-a",
     )
     assert spec == GenerationRequest(
         request_id=RequestId("a"),
@@ -303,6 +304,7 @@ def test_the_request_has_all_of_it() -> None:
         time_limit_s=4.5,
         caller=CallerKey("somebody"),
         weight=2.0,
+        adapter="team-a",
     )
     # Groups of callers are a gateway's; here each caller is one by itself. Who is refused is not
     # told when to come again. What is expected is said by the contract's callers alone.
