@@ -41,7 +41,7 @@ class SteppedEngine:
             loading = LoadConfig(dtype=options.dtype, device="cpu", threads=options.threads)
             folder = find_model(options.model, getattr(options, "cache", None))
             model = load_model(str(folder), loading, print)
-            settings = ContinuousBatchingConfig(block_size=BLOCK, **config)
+            settings = ContinuousBatchingConfig(block_size=BLOCK, speculation="off", **config)
             core, _, _ = build_core(model, settings, print)
             core.runner.warmup()
             return model, core

@@ -57,7 +57,8 @@ class AdmissionLimits:
                 priorities.
             AdapterNotLoadedError: the request names an adapter that is not loaded.
         """
-        self.adapters.of_request(request.adapter)
+        if request.adapter:
+            self.adapters.of_request(request.adapter)
         prompt = request.prompt
         if not prompt:
             raise InvalidRequestError(

@@ -123,7 +123,7 @@ class EngineCore:
         choices = {}
         adapter, gone = None, None
         try:
-            adapter = self._adapters.of_request(spec.adapter)
+            adapter = self._adapters.of_request(spec.adapter) if spec.adapter else None
         except AdapterNotLoadedError as error:  # it was, when the request was checked
             gone = error
         endings = spec.stop.ending_token_ids

@@ -162,6 +162,7 @@ class InputBatchBuilder:
             rope_lengths = np.array([row.request.rope_length for row in rows], dtype=np.int64)
             rope_lengths = np.repeat(rope_lengths, counts)
             position_ids = with_lengths(positions, rope_lengths, self._rope.original)
+        adapters = [row.request.adapter for row in rows]
         return InputBatch(
             path=StepPath.DECODE if fits_decode else StepPath.VARLEN,
             num_tokens=num_tokens,
@@ -177,7 +178,7 @@ class InputBatchBuilder:
             lengths=lengths.tolist(),
             prompts=prompts,
             layouts=layouts,
-            adapters=AdapterRows.of([row.request.adapter for row in rows], counts),
+            adapters=AdapterRows.of(adapters, counts) if any(adapters) else None,
             carried=tuple([(row, rows[row].request.key) for row in pending]),
         )
 

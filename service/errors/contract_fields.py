@@ -29,6 +29,7 @@ CONTRACT_FIELDS: Mapping[str, str] = {
     "grammar.free": "stop.max_reasoning_tokens",
     "grammar.reasoning": "stop.max_reasoning_tokens",
     "n": "n",
+    "adapter": "adapter",
     "prediction": "prediction.tokens.ids",
     "priority": "scheduling.priority",
     "cache_salt": "cache.salt",

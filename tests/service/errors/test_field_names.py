@@ -17,7 +17,11 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import model_service_pb2
 
 import engine
-from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
+from engine.contract.errors import (
+    AdapterNotLoadedError,
+    InvalidRequestError,
+    UnsupportedFeatureError,
+)
 from engine.contract.request import GenerationRequest
 from engine.contract.sampling_params import (
     GrammarKind,
@@ -100,6 +104,8 @@ def refusals() -> dict[str, set[str]]:
             attempt()
         except (InvalidRequestError, UnsupportedFeatureError) as error:
             found.setdefault(name, set()).add(error.field)
+        except AdapterNotLoadedError:
+            found.setdefault(name, set()).add("adapter")
         except (TypeError, ValueError, AttributeError, OverflowError):
             pass  # of a type that no message has there
     return found
