@@ -88,7 +88,7 @@ class AdaptedModules:
 
     @property
     def has_stand_ins(self) -> bool:
-        """Whether steps must be computed by this, as adapters change modules outside our decoder."""
+        """Whether adapters change modules outside of our decoder, so that this computes steps."""
         return bool(self._stand_ins)
 
     def why_not(self, path: str) -> str | None:
