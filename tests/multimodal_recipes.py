@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from tests.model_recipes import COMMON, VOCAB, WINDOW, YARN, Attention
+from tests.tiny_models import enlarged
 
 _TOWER: dict[str, Any] = {
     "hidden_size": 32,
@@ -157,14 +158,7 @@ def make_whole(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A model with its towers and random float32 weights, as `make_model` makes one of text."""
     torch.manual_seed(seed)
     found = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
-    model = found._from_config(config, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and "norm" not in name:
-                parameter.mul_(4.0)
-    model.eval()
-    assert isinstance(model, PreTrainedModel)
-    return model
+    return enlarged(found._from_config(config, dtype=torch.float32, attn_implementation="eager"))
 
 
 _TIMES = "queries scaled by position"

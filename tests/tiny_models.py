@@ -30,6 +30,11 @@ def make_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
+    return enlarged(model)
+
+
+def enlarged(model: torch.nn.Module) -> PreTrainedModel:
+    """A model with its weights four times as large."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "norm" not in name:

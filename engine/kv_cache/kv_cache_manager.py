@@ -416,10 +416,8 @@ class KVCacheManager:
 
     def launched(self, request: Request, num_tokens: int) -> None:
         """Record that steps were launched which compute the request's first `num_tokens` tokens."""
-        tables, last_prompt_token = (
-            self._holdings[request.key].tables,
-            request.num_prompt_tokens - 1,
-        )
+        tables = self._holdings[request.key].tables
+        last_prompt_token = request.num_prompt_tokens - 1
         is_forked = request.spec.n > 1 and num_tokens <= last_prompt_token
         if not (is_forked or self._leaves_prefixes(request)):
             return

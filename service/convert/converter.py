@@ -156,6 +156,7 @@ class Converter:
         self._encoder = encoder
         self._limits = limits
         self._names = tuple(names)
+        self._adapters = frozenset(one.name for one in info.adapters)
         self._reply = reply
         self._lacking = lacking
 
@@ -192,8 +193,7 @@ class Converter:
 
     def _adapter(self, spec: generation_pb2.GenerationSpec, field: str) -> str:
         """Return the name of the adapter that a spec names; its model's name may be one."""
-        loaded = {one.name for one in self._info.adapters}
-        model, adapter = spec.model, spec.adapter
+        loaded, model, adapter = self._adapters, spec.model, spec.adapter
         if model and model not in self._names:
             if model not in loaded:
                 raise ModelNotFoundError(f"{field}.model", model, self._names)
@@ -233,8 +233,7 @@ class Converter:
         """
         spec = draft.spec
         output, field = spec.output, input_field(spec)
-        request = self._without_prompt(spec, account, weight, max_priority, engine_id)
-        request = replace(request, adapter=draft.adapter)
+        request = self._without_prompt(draft, account, weight, max_priority, engine_id)
         plan = reply_plan(spec, self._reply, self._lacking)
         has_text = self._encoder is not None and not output.omit_text
         options = _delivery(output, request.logprobs, lives_by is LivesBy.CALLS, has_text)
@@ -316,16 +315,17 @@ class Converter:
 
     def _without_prompt(
         self,
-        spec: generation_pb2.GenerationSpec,
+        draft: Draft,
         account: Account,
         weight: float,
         max_priority: int,
         engine_id: RequestId,
     ) -> GenerationRequest:
         """Return the engine's request without the prompt and what depends on its length."""
+        spec = draft.spec
         refuse_unsupported(
             spec,
-            has_adapters=bool(self._info.adapters),
+            has_adapters=bool(self._adapters),
             heeds_priorities=self._info.heeds_priorities,
             has_tokenizer=self._encoder is not None,
         )
@@ -334,6 +334,7 @@ class Converter:
         request = GenerationRequest(
             request_id=engine_id,
             prompt=NO_IDS,
+            adapter=draft.adapter,
             n=self._choices(spec),
             priority=_priority(spec.scheduling, max_priority),
             cache_salt=cache_salt(account.identity, spec.cache.salt),

@@ -187,7 +187,7 @@ void each_head(const HeadsCall& call, int threads, F f) {
     const float* sin = call.sin + t * half;
     T* query = static_cast<T*>(call.query) + t * call.query_stride;
     T* key = static_cast<T*>(call.key) + t * call.key_stride;
-    for (int64_t h = 0; h < call.num_heads; ++h) 
+    for (int64_t h = 0; h < call.num_heads; ++h)
       f(query + h * call.query_head_stride, call.query_norm, cos, sin);
     for (int64_t h = 0; h < call.num_kv_heads; ++h) f(key + h * width, call.key_norm, cos, sin);
   }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,19 +31,7 @@ DTYPES = {torch.float32: library.FLOAT32, torch.bfloat16: library.BFLOAT16}
 EPS = 1e-6
 FORMS = (0, FROM_ONE, ROUNDED_FIRST, CENTERED)
 
-
-@pytest.fixture(
-    scope="module", params=["amx", "avx512_bf16", "avx512", "avx2", "portable"], autouse=True
-)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The kernels' variant for an instruction set."""
-    best = native_library().isa
-    handle = ctypes.CDLL(str(library.LIBRARY))
-    handle.headrace_use.restype = ctypes.c_bool
-    if not handle.headrace_use(request.param.encode()):
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    assert handle.headrace_use(best.encode())
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 @pytest.fixture(params=DTYPES, ids=str)
