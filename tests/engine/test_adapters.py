@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from engine import assembly
 from engine.api.offline import LoadedModel
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import ConfigError, InvalidRequestError
 from engine.contract.request import RequestStatus
 from engine.drafts import drafter
 from engine.drafts.row_costs import RowTimes
@@ -147,6 +149,17 @@ def test_an_adapter_that_is_not_loaded(
     assert first.status is RequestStatus.FAILED
     assert "no adapter with the name 'nobody'" in str(first.error)
     assert second.status is RequestStatus.FINISHED
+    with pytest.raises(InvalidRequestError, match="has 1 names for 2 prompts; give one for each"):
+        loaded.generate_batch(make_prompts((4, 4)), adapter=["nobody"], progress_bar=False)
+
+
+def test_compilation_is_refused_by_name(
+    crowd: tuple[PreTrainedModel, LoadedModel, dict[str, PeftAdapter]],
+) -> None:
+    _, loaded, _ = crowd
+    config = ContinuousBatchingConfig(block_size=BLOCK, num_blocks=16, default_compile_level=1)
+    with pytest.raises(ConfigError, match="models with adapters are not compiled"):
+        loaded.init_continuous_batching(continuous_batching_config=config).start()
 
 
 def changed(adapter: PeftAdapter, directory: Path, **options: Any) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -32,12 +33,16 @@ def _step(kv_cache: KVCacheManager, request: Request, end: int) -> None:
 
 def _begin(kv_cache: KVCacheManager, request: Request) -> int:
     """Start a request and compute its tokens as they are cut."""
-    found = at = kv_cache.start(request)
+    found = kv_cache.start(request)
+    _compute(kv_cache, request, found)
+    return found
+
+
+def _compute(kv_cache: KVCacheManager, request: Request, at: int = 0) -> None:
     assert kv_cache.allocate(request.key, request.num_tokens)
     while at < request.num_tokens:
         at += kv_cache.cut(request, at, request.num_tokens - at)
         _step(kv_cache, request, at)
-    return found
 
 
 def _generate(kv_cache: KVCacheManager, request: Request, count: int) -> None:
@@ -127,19 +132,42 @@ def test_the_least_recently_used_go_first_and_of_a_request_its_end_last() -> Non
 @pytest.mark.parametrize("kind", ["bypass", "muted"])
 def test_who_leaves_no_prefixes_evicts_no_state(kind: str) -> None:
     kv_cache = _manager(3)
-    _serve(kv_cache, 1, PROMPT, 5)
-    kept = _kept(kv_cache, [*PROMPT, *range(100, 105)])
-    request = make_request(2, [1, *PROMPT], bypass=kind == "bypass")
+    request = make_request(1, [1, *PROMPT], bypass=kind == "bypass")
+    kv_cache.start(request)
     if kind == "muted":
-        kv_cache.start(request)
         kv_cache.reset_prefix_cache()
-        kv_cache.free(request.key)
-        request = make_request(3, [1, *PROMPT], bypass=True)
-        kept = []
+    for first in (2, 3):  # with its own slot, all are in use
+        _serve(kv_cache, first, [first, *PROMPT])
+    kept = [_kept(kv_cache, [first, *PROMPT]) for first in (2, 3)]
+    assert kv_cache.pools[1].num_cached == 2
+    _compute(kv_cache, request)
+    _generate(kv_cache, request, 9)
+    assert [_kept(kv_cache, [first, *PROMPT]) for first in (2, 3)] == kept == [[8], [8]]
+    assert _kept(kv_cache, request.token_ids) == []
+
+
+def test_the_last_free_slot_is_for_who_waits_unless_the_state_lasts() -> None:
+    kv_cache = _manager(2)
+    request = make_request(1, PROMPT)
     _begin(kv_cache, request)
     _generate(kv_cache, request, 9)
-    assert _kept(kv_cache, [*PROMPT, *range(100, 105)]) == kept
-    assert _kept(kv_cache, request.token_ids) == []
+    assert _kept(kv_cache, request.token_ids) == [8]
+
+
+def test_a_state_that_nobody_may_find_is_held_until_the_choices_go_on_from_it() -> None:
+    kv_cache, prompt = _manager(8), [*PROMPT, *PROMPT]
+    parent, child = make_request(1, prompt, bypass=True), make_request(2, prompt, choice=1)
+    parent.spec = child.spec = replace(parent.spec, n=2)
+    kv_cache.start(parent)
+    assert kv_cache.allocate(parent.key, len(prompt))
+    _step(kv_cache, parent, 8)
+    _step(kv_cache, parent, 13)
+    kv_cache.take_copies()
+    kv_cache.launched(parent, len(prompt))
+    parent.num_computed_tokens = len(prompt)
+    assert kv_cache.fork(parent, child) == 8, "as it is before the last step is collected"
+    kv_cache.commit(parent, len(prompt))
+    kv_cache.check_integrity()
 
 
 def test_choices_of_a_known_prompt_wait_for_its_state_rather_than_begin_anew() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -19,7 +20,11 @@ from engine.api.offline import LoadedModel
 from engine.contract.adapters import named_directories
 from engine.contract.config import LoadConfig
 from engine.contract.errors import AdapterRefusedError, ConfigError
-from engine.loading.adapters.adapter_loading import load_adapters, read_adapter
+from engine.loading.adapters.adapter_loading import (
+    load_adapters,
+    read_adapter,
+    why_no_adapters,
+)
 from engine.loading.adapters.name_patterns import NamePattern, NamePatternError
 from tests.adapter_files import PeftAdapter
 from tests.engine.mode_sweep import load_family
@@ -251,3 +256,23 @@ def test_names_and_directories() -> None:
     assert named_directories(["team/a:1=/x=y", "b=z"]) == {"team/a:1": "/x=y", "b": "z"}
     with pytest.raises(ConfigError, match="tensor_parallel is auto, which has none"):
         LoadConfig(adapters=("a=/x",), tensor_parallel="auto")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float16}, "choose bfloat16 or float32"),
+        ({"device": torch.device("cuda")}, "computed on a CPU alone"),
+        ({"ranks": object()}, "leave tensor_parallel out"),
+    ],
+)
+def test_where_adapters_are_not_computed_they_are_refused(
+    loaded: LoadedModel, folder: Path, change: dict[str, Any], reason: str
+) -> None:
+    verified = loaded._verified
+    assert why_no_adapters(verified) is None
+    with pytest.raises(AdapterRefusedError, match=reason):
+        load_adapters(
+            dataclasses.replace(verified, **change), Path(), {"a": str(folder)},
+            max_rank=64, max_bytes=2**30, progress=print,
+        )  # fmt: skip

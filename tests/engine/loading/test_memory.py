@@ -14,6 +14,7 @@ from engine.contract.types import GroupId
 from engine.kv_cache.group_kinds import FullAttention, SlidingAttention
 from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.state_slot import StateSlot
+from engine.loading import running
 from engine.loading.memory import GIB, CachePlan, HostLimits, plan_cache
 
 MIB = 1 << 20
@@ -359,3 +360,12 @@ def test_too_little_space_for_a_block_turns_offloading_off(
     found = plan(groups=(FULL, SLIDING), cpu_offload_space=0.00001)
     assert found.host_blocks == (0, 0)
     assert "KV offload is off" in caplog.text
+
+
+def test_the_longest_request_is_bounded_by_blocks_and_not_by_slots() -> None:
+    found = plan(
+        1000 * GIB, groups=(FULL, STATES), max_requests_per_batch=4, kept_states=0, num_blocks=9
+    )
+    assert found.num_blocks == (9, 4)
+    assert running._longest_in_blocks((FULL, STATES), found, 10**6) == 9
+    assert running._longest_in_blocks((FULL, STATES), found, 3 * found.block_size) == 3

@@ -17,6 +17,8 @@ import pytest_asyncio
 
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
 from engine.contract.errors import (
+    AdapterNotLoadedError,
+    AdapterRefusedError,
     CompileQueueFullError,
     ConfigError,
     DuplicateRequestError,
@@ -425,6 +427,8 @@ def _is_alive(pid: int) -> bool:
     [
         InvalidRequestError("stop.max_tokens", "is -1"),
         UnsupportedFeatureError("adapter", "is not done"),
+        AdapterNotLoadedError("a"),
+        AdapterRefusedError("no"),
         DuplicateRequestError("a"),
         QueueFullError(3, 0.25),
         QueueFullError(3, 0.25, 4, 3, 1),
