@@ -255,6 +255,22 @@ def test_top_on_a_terminal(server: Server) -> None:
     assert "tokens generated" in text
 
 
+def test_states_of_recurrent_layers_have_a_row_and_a_word() -> None:
+    numbers = {"limit": 20.0, "used": 5.0, "kept": 10.0, "copies": 33.0, "evictions": 4.0}
+    others = {f"headrace.states.{name}": count for name, count in numbers.items()}
+    others |= {"headrace.prefix_cache.without_state": 96.0, "headrace.else": 7.0}
+    found = pb.Statistics(engine=pb.EngineStatistics(others=others))
+    console = Console(width=120, color_system=None)
+    with console.capture() as capture:
+        console.print(picture(found, "here"))
+    said = " ".join(capture.get().split())
+    assert "25%: 5 of 20 states, 10 keep a prefix; 33 were kept, 4 gave way; 96 prompt" in said
+    assert "7 headrace.else" in said, "what has no row of its own"
+    assert "headrace.states" not in said
+    assert "states=5/20" in line(found)
+    assert "kv=25.0%" in line(found), "no layer attends"
+
+
 def test_the_picture_shows_all_there_is() -> None:
     found = pb.Statistics(
         instance_id="hr-1",

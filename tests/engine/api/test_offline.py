@@ -252,8 +252,9 @@ def test_repetition_penalty_equals_generates_under_chunks_and_preemption(
     config = ContinuousBatchingConfig(block_size=4, num_blocks=24, max_batch_tokens=16)
     manager = llama.init_continuous_batching(generation, config)
     manager.start()
-    for index, prompt in enumerate(prompts):
-        manager.add_request(prompt, request_id=str(index), eos_token_id=-1)
+    with manager.pause():  # so that all of them are there at once
+        for index, prompt in enumerate(prompts):
+            manager.add_request(prompt, request_id=str(index), eos_token_id=-1)
     manager.stop()
     assert manager.stats().preemptions > 0
     outputs = {output.request_id: output.generated_tokens for output in manager}

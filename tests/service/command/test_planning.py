@@ -18,6 +18,7 @@ from engine.contract.errors import ConfigError, HeadraceError, InsufficientMemor
 from service.command import flags
 from service.command.cli import app
 from service.command.planning import FIELDS, described, parse_size
+from tests.model_recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "models" / "demo"
@@ -87,6 +88,21 @@ def test_a_table_for_a_person(tmp_path: Path) -> None:
     assert found.stdout.rstrip().endswith(
         f"serve --model {model} --max-requests-per-batch 20 --num-blocks 89"
     )
+
+
+def test_states_of_recurrent_layers_are_told_apart_from_blocks(tmp_path: Path) -> None:
+    RECIPES["lfm2"].config(eos_token_id=None).save_pretrained(tmp_path)
+    asked = ("--model", str(tmp_path), "--memory", "4GiB", "--no-measure", "--kept-states", "8")
+    table = _run_here(*asked)
+    assert table.exit_code == 0, table.stderr
+    assert "256 bytes a token in 1 layers: 1,024 blocks of 32 tokens; " in table.stdout
+    assert "a state in 2 layers: 72 states" in table.stdout
+    assert " --kept-states 8 " in table.stdout
+    plan = json.loads(_run_here("--json", *asked).stdout)
+    told = [(one["bytes_per_state"], one["blocks"]) for one in plan["kv_cache"]["groups"]]
+    assert told == [(0, 1024), (1536, 72)]
+    # With the null block and the null slot.
+    assert plan["memory_bytes"]["kv_cache"] == 1025 * 32 * 256 + 73 * 1536
 
 
 @pytest.mark.parametrize(
