@@ -33,11 +33,11 @@ from engine.contract.types import CallerKey, RequestId, TokenId
 from engine.core.engine_core import EngineCore
 from engine.drafts import drafter
 from engine.drafts.draft_source import DraftSource, Guess
-from engine.drafts.row_costs import RowTimes
 from engine.drafts.suffix_index import SharedIndexes
 from engine.scheduler.base import Scheduler
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
+from tests.engine.forced_drafts import draft_always
 from tests.engine.mode_sweep import (
     LENGTHS,
     NEW_TOKENS,
@@ -102,12 +102,6 @@ class Scripted(DraftSource):
 def forced(monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
     """All that is guessed is tried, also beside prompts, and guesses are Scripted's."""
 
-    def all_of_it(
-        self: drafter.Drafter, requests: list[Request], asked: list[drafter._Asked], *rest: Any
-    ) -> None:
-        for one in asked:
-            one.count = len(one.chances)
-
     def decoding(self: Scheduler) -> list[Request]:
         return [one for one in self.runnable() if one.num_tokens_to_compute == 1]
 
@@ -119,10 +113,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
         Scripted.num_kept += kept
         judge(self, request, count, kept, **rest)
 
-    free = RowTimes((1, 64), (1.0, 1.0), 0.0, 0.0)
-    monkeypatch.setattr(assembly, "row_times", lambda *given: free)
-    monkeypatch.setattr(drafter, "_CLEARLY", -1.0)
-    monkeypatch.setattr(drafter.Drafter, "_choose", all_of_it)
+    draft_always(monkeypatch)
     monkeypatch.setattr(drafter.Drafter, "judge", counted)
     monkeypatch.setattr(Scheduler, "_draftable", decoding)
     monkeypatch.setitem(drafter.SOURCES, Scripted.name, Scripted)

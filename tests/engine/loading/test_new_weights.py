@@ -10,6 +10,7 @@ import functools
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,8 @@ def test_a_model_in_memory_takes_weights_by_the_same_call() -> None:
 @pytest.fixture
 def running(saved: Any) -> Iterator[tuple[LoadedModel, ContinuousBatchingManager]]:
     loaded = _loaded(saved("llama", "float32", 0), "float32")
-    manager = loaded.init_continuous_batching(GenerationConfig(do_sample=False), SMALL)
+    each_a_step = replace(SMALL, speculation="off")
+    manager = loaded.init_continuous_batching(GenerationConfig(do_sample=False), each_a_step)
     manager.start()
     yield loaded, manager
     manager.stop(hard_stop=True)
