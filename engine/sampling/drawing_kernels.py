@@ -58,7 +58,7 @@ it stands for, is its mark.
 COLUMNS = tl.constexpr(5)
 """How many parameters a row has; see `engine.sampling.plain`."""
 _NO_TOKEN = tl.constexpr(-1)
-"""See `engine.scheduler.runner_protocol.INVALID_TOKEN`."""
+"""The token of an invalid row, `engine.scheduler.runner_protocol.INVALID_TOKEN`."""
 
 
 @triton.jit

@@ -43,7 +43,7 @@ class TritonMostLikely:
         self._arrived = logits.new_zeros(rows, dtype=torch.int32)
 
     def __call__(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Choose; see `engine.sampling.plain.MostLikely`."""
+        """Write the tokens; see `engine.sampling.plain.MostLikely`. logits: at most R rows."""
         rows, width = logits.shape
         # Triton launches on the current device.
         with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
