@@ -489,14 +489,13 @@ def _device(load_config: LoadConfig) -> torch.device:
         ModelRefusedError: CUDA is requested but not available, or there is a GPU whose driver is
             too old for this torch.
     """
-    if load_config.device == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda:0")
-        if (why := why_unusable(torch.version.cuda)) is not None:
-            raise ModelRefusedError(f"device is auto, and {why}, or use cpu")
-        return torch.device("cpu")
-    device = torch.device(load_config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    wanted = load_config.device
+    if torch.cuda.is_available():
+        return torch.device("cuda:0" if wanted == "auto" else wanted)
+    device = torch.device("cpu" if wanted == "auto" else wanted)
+    if wanted != "cpu" and (why := why_unusable(torch.version.cuda)) is not None:
+        raise ModelRefusedError(f"device is {wanted}, and {why}, or use cpu")
+    if device.type == "cuda":
         raise ModelRefusedError("device is cuda, but torch finds no CUDA device here; use cpu")
     return device
 

@@ -182,7 +182,9 @@ def step_bytes(outline: Outline, config: ContinuousBatchingConfig) -> int:
     graphs = 0
     if outline.device.type == "cuda" and config.use_cuda_graph in (None, True):
         # Captured steps have their own results, a place for their logits, and what draws need.
-        graphs = logits * 2 * size + draw_bytes(limits.max_requests, outline.vocab_size, size)
+        graphs = logits * 2 * size + draw_bytes(
+            limits.max_requests, outline.vocab_size, outline.dtype
+        )
         tokens += min(tokens, MOST_MIXED_TOKENS)
     return tokens * (2 * outline.hidden + 3 * widest) * size + logits * _SAMPLED_BYTES + graphs
 

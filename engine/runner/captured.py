@@ -41,7 +41,7 @@ from engine.runner.forward import ModelForward
 from engine.runner.input_batch import InputBatch
 from engine.runner.runner_options import RunnerOptions, StepPath
 from engine.runner.static_inputs import InputMemory, StaticInputs
-from engine.sampling.plain import PlainChoice, choose_most_likely
+from engine.sampling.plain import MostLikely, PlainChoice, choose_most_likely, write_most_likely
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,7 @@ class CapturedSteps:
         self._options = options
         self._device = device
         self._logits = torch.empty(0)
+        self._most_likely: MostLikely = write_most_likely
         self.steps: list[CapturedStep] = []
         self._told: set[StepPath] = set()
 
@@ -191,13 +192,14 @@ class CapturedSteps:
 
         def run() -> torch.Tensor:
             logits = self._logits[: shape.requests].copy_(compute())
-            choose_most_likely(logits, memory.tokens[: shape.requests])
+            self._most_likely(logits, memory.tokens[: shape.requests])
             return logits
 
         inputs.clear()
         if not len(self._logits):
             logits = compute()
             self._logits = logits.new_empty((len(memory.tokens), logits.shape[-1]))
+            self._most_likely = choose_most_likely(self._logits)
         return CapturedStep(inputs, self._graphs.capture(run), choices)
 
 

@@ -28,7 +28,7 @@ from engine.kv_cache.groups import LayerGroup
 from engine.runner.device import StepDevice
 from engine.runner.input_batch import InputBatch
 from engine.runner.kv_tensors import KVTensors
-from engine.sampling.plain import COLUMNS, IDLE, PlainChoice, PlainKind
+from engine.sampling.plain import COLUMNS, GREEDY_ROW, PlainChoice, PlainKind
 
 _Array = TypeVar("_Array", npt.NDArray[np.int64], torch.Tensor)
 
@@ -114,7 +114,7 @@ class StaticInputs:
         if choice is not None and choice.kind is not PlainKind.GREEDY:
             numbers = arrays["numbers"].view(np.float64).reshape(-1, COLUMNS)
             numbers[: len(choice.numbers)] = choice.numbers
-            numbers[len(choice.numbers) :] = IDLE
+            numbers[len(choice.numbers) :] = GREEDY_ROW
         arrays["sources"][:] = self._own
         targets, sources = carried
         arrays["sources"][targets] = sources

@@ -1,233 +1,184 @@
-"""Draws a token for each row in Triton: four launches, whatever the filters. R: rows, V: width.
+"""Chooses a token for each row in Triton: at most four launches, whatever the filters.
 
-    count_values  one program per (row, cut): how often each value occurs among allowed tokens
-    find_bound    one program per row: where top_k and top_p cut, from the counts, then clears them
-    sum_weights   one program per (row, cut): the sum of the remaining weights
-    pick_token    one program per row: the cut in which the draw falls, then the token in it
+    find_most_likely  one program per (row, cut): the largest entry; the last one: the row's token
+    count_bins        one program per (row, cut): how many entries each bin holds, and their mass;
+                      the last one: the bins in which top_k and top_p may cut the row
+    sum_weights       one program per (row, cut): the sum of the weights before these bins, and a
+                      list of the entries in them
+    pick_token        one program per row: the exact bound, from the list; the cut in which the draw
+                      falls, and the token in it
 
-Logits have 16 bits, so a row has few distinct values. A filter only needs to know how often each
-value occurs: a mass is a count times a weight. A value's key is how many steps of its type it lies
-below the row's largest value. A row's counts are zero between draws. Without filters, the last two
-kernels are enough, and they accept logits of any type.
+Greedy rows need the first kernel alone. Without filters, the second is left out. The first three
+read each row once, the last one reads a single cut.
 
-Counts and sums are integers, so they do not depend on the order of addition. Weights are computed
-bit for bit as in `engine.sampling.filters`, so both give the same tokens.
+An entry's distance says how far it lies below the row's largest entry, divided by the temperature:
+a float32, none negative, so its bits have the order of the distances. A bin holds the distances
+that share their first 16 bits, 128 for each power of two, up to the distance from which weights
+are 0. So the bins in which a filter cuts hold few entries, whose remaining bits are searched in the
+list, where equal ones of a cut are one. If a row has more of them than a list can hold, the row
+itself is searched, which is slower.
+
+Counts and weights are integers, so their sums do not depend on the order of addition. Weights are
+computed bit for bit as in `engine.sampling.filters`, so both give the same tokens. What a kernel
+counts in it sets to zero again: between choices all of it is zero.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
-CUT = tl.constexpr(4096)
-"""The number of entries of a row that one program reads."""
-KEYS = tl.constexpr(1 << 16)
-"""The number of counts per row."""
+from engine.sampling.drawing_bins import (
+    BINS,
+    CUT,
+    INFINITY,
+    PLAN,
+    add_amounts,
+    bin_of,
+    clear_table,
+    distances_of,
+    end_of,
+    read_table,
+    share_of,
+    start_of,
+    weights_of,
+    write_plan,
+)
+
 GROUPS = tl.constexpr(64)
-"""The number of groups in a cut. If top_k is at most this, the largest entries of the groups tell
+"""The number of groups in a cut. If top_k is at most this, the nearest entries of the groups tell
 which entries cannot be among the k.
+"""
+LISTED = tl.constexpr(8192)
+"""The most entries in a row's list."""
+_TIMES = tl.constexpr(1 << 13)
+"""More than the entries of a cut: a listed entry's cut times this, plus how many entries of the cut
+it stands for, is its mark.
 """
 COLUMNS = tl.constexpr(5)
 """How many parameters a row has; see `engine.sampling.plain`."""
-_WEIGHTLESS = tl.constexpr(28.0)
-"""The distance from which a weight is 0: e^-28 is less than 2^-40."""
-_RANGE = tl.constexpr(28.5)
-"""Slightly more than `_WEIGHTLESS`, to find the last key, which is computed in a different way."""
-_KEYS_AT_ONCE = tl.constexpr(4096)
-_WEIGHT_ONE = tl.constexpr(1 << 40)
-"""The largest weight; see `engine.sampling.ops`."""
+_NO_TOKEN = tl.constexpr(-1)
+"""The token of an invalid row, `engine.scheduler.runner_protocol.INVALID_TOKEN`."""
 
 
 @triton.jit
-def _scaled(value, best, temperature):
-    return tl.div_rn(value - best, temperature)
-
-
-@triton.jit
-def _weight(scaled, farthest, min_p, FILTERED: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return the int64 weights of entries within the bounds, and 0 for entries beyond them."""
-    likelihood = tl.exp(scaled) if INTERPRETED else libdevice.exp(scaled)
-    if FILTERED:
-        is_kept = (scaled >= -farthest) & (likelihood >= min_p)
-        likelihood = tl.where(is_kept, likelihood, 0.0)
-    return (likelihood * _WEIGHT_ONE).to(tl.int64)
-
-
-@triton.jit
-def _ordered(value):
-    """Map 16-bit floats to integers that have the same order."""
-    bits = value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return tl.where(bits >= 0x8000, 0xFFFF - bits, bits + 0x8000)
-
-
-@triton.jit
-def _value(ordered, T: tl.constexpr):
-    """Convert a number from `_ordered` back to its float, as float32."""
-    bits = tl.where(ordered >= 0x8000, ordered - 0x8000, 0xFFFF - ordered)
-    return bits.to(tl.int16).to(T, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def count_values(logits, stride, tokens, numbers, counts, width):
-    """Count the values of the entries in one cut of a row.
-
-    logits: 16-bit floats [R, V], one row every `stride`. tokens: int64 [R], the most likely ones;
-    a negative token marks an invalid row. numbers: float64 [R, COLUMNS]; a row with a negative
-    uniform number draws nothing. counts: int32 [R, KEYS].
+def _is_last(arrived, programs):
+    """Count a row's programs, and return whether this is the last one: what the others have stored
+    can then be read. The last one sets the count to zero.
     """
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(tokens + row)
-    numbers += row * COLUMNS
-    if (token >= 0) & (tl.load(numbers) >= 0.0):
-        best = tl.load(logits + row * stride + token)
-        temperature = tl.load(numbers + 1).to(tl.float32)
-        top_k = tl.load(numbers + 2).to(tl.int32)
-        places = tl.program_id(1) * CUT + tl.arange(0, CUT)
-        value = tl.load(logits + row * stride + places, mask=places < width, other=float("-inf"))
-        distance = -_scaled(value.to(tl.float32), best.to(tl.float32), temperature)
-        is_counted = distance < _WEIGHTLESS
-        if top_k <= GROUPS:
-            # What is farther than the nearest of k groups has k entries before it.
-            nearest = tl.min(tl.reshape(distance, (GROUPS, CUT // GROUPS)), 1)
-            before = (tl.expand_dims(nearest, 0) < tl.expand_dims(nearest, 1)).to(tl.int32)
-            rank = tl.sum(before, 1)
-            is_counted = is_counted & (distance <= tl.max(tl.where(rank < top_k, nearest, 0.0), 0))
-        # The largest entry may be -0, and +0 another.
-        key = tl.maximum(_ordered(best) - _ordered(value), 0)
-        # Rows of almost one value are known: what occurs most is not added one by one.
-        first = tl.min(tl.where(is_counted, key, KEYS), 0)
-        is_first = is_counted & (key == first)
-        counts += row * KEYS
-        tl.atomic_add(counts + key, 1, mask=is_counted & (key != first), sem="relaxed")
-        if first < KEYS:
-            tl.atomic_add(counts + first, tl.sum(is_first.to(tl.int32), 0), sem="relaxed")
+    tl.debug_barrier()  # every thread has stored
+    is_last = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
+    if is_last:
+        tl.store(arrived, 0)
+    return is_last
 
 
 @triton.jit
-def _distances(keys, nearest, best, temperature, T: tl.constexpr):
-    """The distances of the values with these keys; infinity for keys beyond the last value."""
-    value = _value(tl.maximum(nearest - keys, 0), T)
-    return tl.where(keys <= nearest, -_scaled(value, best, temperature), float("inf"))
+def find_most_likely(logits, stride, tokens, largest, first, arrived, width, CUTS: tl.constexpr):
+    """Write the index of each row's largest entry, the first one in a tie, or _NO_TOKEN if that
+    entry is not finite or the row has a NaN.
 
-
-@triton.jit
-def _kth(counts, end, nearest, best, temperature, top_k, T: tl.constexpr):
-    """The distance of the k-th entry, or infinity if there are fewer than k entries."""
-    seen = tl.zeros((), tl.int64)
-    found = tl.full((), float("inf"), tl.float32)
-    start = tl.zeros((), tl.int32)
-    while (start < end) & (seen < top_k):
-        keys = start + tl.arange(0, _KEYS_AT_ONCE)
-        upto = seen + tl.cumsum(tl.load(counts + keys, mask=keys < end, other=0).to(tl.int64), 0)
-        seen = tl.max(upto, 0)
-        if seen >= top_k:
-            distance = _distances(keys, nearest, best, temperature, T)
-            found = tl.min(tl.where(upto >= top_k, distance, float("inf")), 0)
-        start += _KEYS_AT_ONCE
-    return found
-
-
-@triton.jit
-def _masses(count, distance, kth, INTERPRETED: tl.constexpr):
-    """The mass of each key's entries, int64; 0 for those that top_k removes."""
-    weight = _weight(-distance, kth, 0.0, True, INTERPRETED)
-    return count.to(tl.int64) * weight
-
-
-@triton.jit
-def _share(
-    counts, end, nearest, best, temperature, kth, top_p, T: tl.constexpr, INTERPRETED: tl.constexpr
-):
-    """The distance at which the cumulative mass of what top_k keeps reaches top_p of its total."""
-    total = tl.zeros((), tl.int64)
-    start = tl.zeros((), tl.int32)
-    last = tl.zeros((), tl.float32)
-    while (start < end) & (last <= kth):
-        keys = start + tl.arange(0, _KEYS_AT_ONCE)
-        count = tl.load(counts + keys, mask=keys < end, other=0)
-        distance = _distances(keys, nearest, best, temperature, T)
-        if tl.max(count, 0) > 0:
-            total += tl.sum(_masses(count, distance, kth, INTERPRETED), 0)
-        last = tl.max(distance, 0)
-        start += _KEYS_AT_ONCE
-    target = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
-    seen = tl.zeros((), tl.int64)
-    found = tl.full((), float("inf"), tl.float32)
-    start = tl.zeros((), tl.int32)
-    last = tl.zeros((), tl.float32)
-    while (start < end) & (seen < target) & (last <= kth):
-        keys = start + tl.arange(0, _KEYS_AT_ONCE)
-        count = tl.load(counts + keys, mask=keys < end, other=0)
-        distance = _distances(keys, nearest, best, temperature, T)
-        if tl.max(count, 0) > 0:
-            upto = seen + tl.cumsum(_masses(count, distance, kth, INTERPRETED), 0)
-            seen = tl.max(upto, 0)
-            found = tl.min(tl.where(upto >= target, distance, float("inf")), 0)
-        last = tl.max(distance, 0)
-        start += _KEYS_AT_ONCE
-    return tl.minimum(found, kth)
-
-
-@triton.jit
-def find_bound(logits, stride, tokens, numbers, counts, farthest, width, INTERPRETED: tl.constexpr):
-    """Find where top_k and top_p cut each row, then reset the row's counts to zero.
-
-    farthest: float32 [R], how far below its largest entry a row is cut. For the others, see
-    `count_values`.
+    logits: floats [R, V], one row every `stride`. tokens: int64 [R]. largest, first: float32 and
+    int32 [R, CUTS], the largest entry of each cut and its index. arrived: int32 [R], zeros.
     """
-    T: tl.constexpr = logits.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(tokens + row)
-    numbers += row * COLUMNS
-    if (token >= 0) & (tl.load(numbers) >= 0.0):
-        entry = tl.load(logits + row * stride + token)
-        best = entry.to(tl.float32)
-        temperature = tl.load(numbers + 1).to(tl.float32)
-        top_k, top_p = tl.load(numbers + 2).to(tl.int64), tl.load(numbers + 3)
-        nearest = _ordered(entry)
-        end = tl.minimum(nearest - _ordered((best - _RANGE * temperature).to(T)) + 2, KEYS)
-        counts += row * KEYS
-        bound = tl.full((), float("inf"), tl.float32)
-        if top_k < width:
-            bound = _kth(counts, end, nearest, best, temperature, top_k, T)
-        if top_p < 1.0:
-            bound = _share(counts, end, nearest, best, temperature, bound, top_p, T, INTERPRETED)
-        tl.store(farthest + row, bound)
-        tl.debug_barrier()  # every thread has read what is cleared
-        start = tl.zeros((), tl.int32)
-        while start < end:
-            keys = start + tl.arange(0, _KEYS_AT_ONCE)
-            tl.store(counts + keys, tl.zeros_like(keys), mask=keys < end)
-            start += _KEYS_AT_ONCE
+    row, cut = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    places = cut * CUT + tl.arange(0, CUT)
+    value = tl.load(logits + row * stride + places, mask=places < width, other=float("-inf"))
+    value = value.to(tl.float32)
+    value = tl.where(value == value, value, float("inf"))
+    most = tl.max(value, 0)
+    largest += row * CUTS
+    first += row * CUTS
+    tl.store(largest + cut, most)
+    tl.store(first + cut, tl.min(tl.where(value == most, places, width), 0))
+    if _is_last(arrived + row, tl.num_programs(1)):
+        cuts = tl.arange(0, CUTS)
+        values = tl.load(largest + cuts, mask=cuts * CUT < width, other=float("-inf"))
+        ids = tl.load(first + cuts, mask=cuts * CUT < width, other=width)
+        best = tl.max(values, 0)
+        token = tl.min(tl.where(values == best, ids, width), 0)
+        token = tl.where(tl.abs(best) < float("inf"), token, _NO_TOKEN)
+        tl.store(tokens + row, token.to(tl.int64))
 
 
 @triton.jit
-def _weights_of_cut(
+def count_bins(
     logits,
-    token,
+    stride,
+    tokens,
     numbers,
-    farthest,
-    cut,
+    counts,
+    masses,
+    plans,
+    arrived,
     width,
-    FILTERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return int64 [CUT]. logits, numbers and farthest point to the cut's row; token is the row's
-    most likely one.
+    """Count a cut's entries, and add up their weights, by bin; then find where the row is cut.
+
+    tokens: int64 [R], the most likely ones; a negative token marks an invalid row. numbers: float64
+    [R, COLUMNS]; a row with a negative uniform number draws nothing. counts, masses: int32 and
+    int64 [R, BINS], zeros; masses stay until `pick_token`. plans: int32 [R, PLAN], see
+    `write_plan`. For the others, see `find_most_likely`.
     """
-    places = cut * CUT + tl.arange(0, CUT)
-    value = tl.load(logits + places, mask=places < width, other=float("-inf")).to(tl.float32)
-    best = tl.load(logits + token).to(tl.float32)
-    scaled = _scaled(value, best, tl.load(numbers + 1).to(tl.float32))
-    bound = tl.full((), float("inf"), tl.float32)
-    if FILTERED:
-        bound = tl.load(farthest)
-    weights = tl.zeros((CUT,), tl.int64)
-    if tl.max(scaled, 0) >= -bound:
-        min_p = tl.load(numbers + 4).to(tl.float32)
-        weights = _weight(scaled, bound, min_p, FILTERED, INTERPRETED)
-    return weights
+    row, cut = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.load(tokens + row)
+    numbers += row * COLUMNS
+    plans += row * PLAN
+    if (token >= 0) & (tl.load(numbers) >= 0.0):
+        top_k, top_p = tl.load(numbers + 2).to(tl.int32), tl.load(numbers + 3)
+        counts += row * BINS
+        masses += row * BINS
+        if (top_k < width) | (top_p < 1.0):
+            temperature = tl.load(numbers + 1).to(tl.float32)
+            distances = distances_of(logits + row * stride, token, temperature, cut, width)
+            bins = bin_of(distances)
+            if top_k <= GROUPS:
+                # What is farther than the nearest of k groups has k entries before it.
+                nearest = tl.min(tl.reshape(distances, (GROUPS, CUT // GROUPS)), 1)
+                before = (tl.expand_dims(nearest, 0) < tl.expand_dims(nearest, 1)).to(tl.int32)
+                rank = tl.sum(before, 1)
+                bound = tl.max(tl.where(rank < top_k, nearest, 0), 0)
+                bins = tl.where(distances <= bound, bins, BINS)
+            if top_k < width:
+                add_amounts(counts, bins, (bins < BINS).to(tl.int32))
+            elif top_p < 1.0:
+                # Together, entries this far weigh less than what top_p leaves out: it cuts before
+                # them, so only their sum matters.
+                left_out = (1.0 - top_p).to(tl.float32)
+                is_far = distances.to(tl.float32, bitcast=True) > tl.log(width / left_out) + 1.0
+                bins = tl.where(is_far, tl.maximum(bins, BINS - 1), bins)
+            if top_p < 1.0:
+                add_amounts(masses, bins, weights_of(distances, 0.0, INTERPRETED))
+            if _is_last(arrived + row, tl.num_programs(1)):
+                write_plan(plans, counts, masses, top_k, top_p, width)
+        elif cut == 0:
+            for place in tl.static_range(3):
+                tl.store(plans + place, BINS)
+
+
+@triton.jit
+def _list(near, marks, length, distances, is_listed, cut):
+    """Add entries of a cut to its row's list. A row may be full of equal ones: those that are as
+    far as the nearest or the farthest are listed once.
+    """
+    nearest = tl.min(tl.where(is_listed, distances, INFINITY), 0)
+    farthest = tl.max(tl.where(is_listed, distances, 0), 0)
+    is_nearest = is_listed & (distances == nearest)
+    is_farthest = is_listed & (distances == farthest) & (nearest < farthest)
+    is_other = is_listed & (distances > nearest) & (distances < farthest)
+    first = 1 + (nearest < farthest).to(tl.int32)
+    begin = tl.atomic_add(length, first + tl.sum(is_other.to(tl.int32), 0), sem="relaxed")
+    mark = cut * _TIMES
+    tl.store(near + begin, nearest, mask=begin < LISTED)
+    tl.store(marks + begin, mark + tl.sum(is_nearest.to(tl.int32), 0), mask=begin < LISTED)
+    is_second = (nearest < farthest) & (begin + 1 < LISTED)
+    tl.store(near + begin + 1, farthest, mask=is_second)
+    tl.store(marks + begin + 1, mark + tl.sum(is_farthest.to(tl.int32), 0), mask=is_second)
+    places = begin + first + tl.cumsum(is_other.to(tl.int32), 0) - 1
+    is_other = is_other & (places < LISTED)
+    tl.store(near + places, distances, mask=is_other)
+    tl.store(marks + places, mark + 1, mask=is_other)
 
 
 @triton.jit
@@ -236,27 +187,156 @@ def sum_weights(
     stride,
     tokens,
     numbers,
-    farthest,
+    plans,
+    near,
+    marks,
+    lengths,
     sums,
     width,
     CUTS: tl.constexpr,
     FILTERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Sum the weights in one cut of a row.
+    """Sum the weights of a cut's entries that are kept for certain, and list those that may be.
 
-    farthest: see `find_bound`; not read if there are no filters. sums: int64 [R, CUTS]. For the
-    others, see `count_values`; the logits may be of any type.
+    near, marks: int32 [R, LISTED], the bits of the listed entries' distances, and their marks, see
+    `_TIMES`. lengths: int32 [R], zeros; how many there are, also if there are more than LISTED.
+    sums: int64 [R, CUTS]. If there are no filters, plans and lists are not used. For the others,
+    see `count_bins`.
     """
     row, cut = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tl.load(tokens + row)
     numbers += row * COLUMNS
     if (token >= 0) & (tl.load(numbers) >= 0.0):
-        logits += row * stride
-        weights = _weights_of_cut(
-            logits, token, numbers, farthest + row, cut, width, FILTERED, INTERPRETED
-        )
+        temperature = tl.load(numbers + 1).to(tl.float32)
+        distances = distances_of(logits + row * stride, token, temperature, cut, width)
+        min_p = tl.load(numbers + 4).to(tl.float32) if FILTERED else 0.0
+        weights = weights_of(distances, min_p, INTERPRETED)
+        if FILTERED:
+            plans += row * PLAN
+            first = tl.load(plans)
+            bins = bin_of(distances)
+            weights = tl.where(bins < first, weights, 0)
+            is_listed = (bins >= first) & (bins <= tl.load(plans + 1))
+            is_listed = (is_listed | (bins == tl.load(plans + 2))) & (bins < BINS)
+            if tl.sum(is_listed.to(tl.int32), 0) > 0:
+                near += row * LISTED
+                marks += row * LISTED
+                _list(near, marks, lengths + row, distances, is_listed, cut)
         tl.store(sums + row * CUTS + cut, tl.sum(weights, 0))
+
+
+@triton.jit
+def _listed(entries, start):
+    """The distances and marks of CUT listed entries; infinity where there are no more. If there are
+    more than a list can hold: those of the row.
+    """
+    near, marks, length, logits, token, temperature, width = entries
+    places = start + tl.arange(0, CUT)
+    if length <= LISTED:
+        distances = tl.load(near + places, mask=places < length, other=INFINITY)
+        found = tl.load(marks + places, mask=places < length, other=0)
+    else:
+        distances = distances_of(logits, token, temperature, start // CUT, width)
+        found = tl.full((CUT,), 1, tl.int32) + start // CUT * _TIMES
+    return distances, found
+
+
+@triton.jit
+def _num_listed(entries):
+    """How many entries `_listed` has."""
+    return tl.where(entries[2] <= LISTED, entries[2], entries[6])
+
+
+@triton.jit
+def _mass(entries, low, high, end, min_p, INTERPRETED: tl.constexpr):
+    """The mass of the listed entries whose distances have bits from `low` to `high`, in the cuts
+    before `end`: int64.
+    """
+    mass = tl.zeros((), tl.int64)
+    start = tl.zeros((), tl.int32)
+    while start < _num_listed(entries):
+        distances, marks = _listed(entries, start)
+        is_counted = (distances >= low) & (distances <= high) & (marks // _TIMES < end)
+        weights = weights_of(distances, min_p, INTERPRETED) * (marks % _TIMES)
+        mass += tl.sum(tl.where(is_counted, weights, 0), 0)
+        start += CUT
+    return mass
+
+
+@triton.jit
+def _least(entries, bin, before, target, COUNTS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The bits of the smallest distance in a bin up to which the entries' number or mass, with what
+    is before the bin, reaches the target; if there is none, those of a larger one.
+    """
+    first, last = start_of(bin), end_of(bin)
+    low, high = first, last
+    while low < high:
+        middle = low + (high - low) // 2
+        reached = before
+        below, above = low, high
+        start = tl.zeros((), tl.int32)
+        while start < _num_listed(entries):
+            distances, marks = _listed(entries, start)
+            is_inside = (distances >= first) & (distances <= last)
+            is_upto = is_inside & (distances <= middle)
+            amounts = (marks % _TIMES).to(tl.int64)
+            if not COUNTS:
+                amounts *= weights_of(distances, 0.0, INTERPRETED)
+            reached += tl.sum(tl.where(is_upto, amounts, 0), 0)
+            below = tl.maximum(below, tl.max(tl.where(is_upto, distances, low), 0))
+            is_beyond = is_inside & (distances > middle)
+            above = tl.minimum(above, tl.min(tl.where(is_beyond, distances, high), 0))
+            start += CUT
+        if reached >= target:
+            high = below
+        else:
+            low = above
+    return low
+
+
+@triton.jit
+def _bound(entries, plan, masses, top_p, INTERPRETED: tl.constexpr):
+    """The bits of the distance of the last entry that top_k and top_p keep. Clears the masses."""
+    of_k = tl.load(plan + 2)
+    bound = tl.full((), INFINITY, tl.int32)
+    if of_k < BINS:
+        rank = tl.load(plan + 3).to(tl.int64)
+        bound = _least(entries, of_k, tl.zeros((), tl.int64), rank, True, INTERPRETED)
+    if top_p < 1.0:
+        bins = tl.arange(0, BINS)
+        mass = read_table(masses)
+        total = tl.sum(tl.where(bins < of_k, mass, 0), 0)
+        if of_k < BINS:
+            total += _mass(entries, start_of(of_k), bound, entries[6], 0.0, INTERPRETED)
+        target = share_of(top_p, total)
+        bin = tl.minimum(tl.sum((tl.cumsum(mass, 0) < target).to(tl.int32), 0), of_k)
+        if bin < BINS:
+            before = tl.sum(tl.where(bins < bin, mass, 0), 0)
+            bound = tl.minimum(bound, _least(entries, bin, before, target, False, INTERPRETED))
+        clear_table(masses)
+    return bound
+
+
+@triton.jit
+def _before_cut(
+    entries,
+    sums,
+    first,
+    bound,
+    cut,
+    min_p,
+    CUTS: tl.constexpr,
+    FILTERED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """The mass of what is kept of the cuts before this one. sums: int64 [CUTS], what is kept of
+    each for certain. first: the bits of the smallest distance that is listed.
+    """
+    mass = tl.sum(tl.where(tl.arange(0, CUTS) < cut, sums, 0), 0)
+    if FILTERED:
+        mass += _mass(entries, first, bound, cut, min_p, INTERPRETED)
+    return mass
 
 
 @triton.jit
@@ -265,7 +345,11 @@ def pick_token(
     stride,
     tokens,
     numbers,
-    farthest,
+    plans,
+    masses,
+    near,
+    marks,
+    lengths,
     sums,
     width,
     CUTS: tl.constexpr,
@@ -273,23 +357,47 @@ def pick_token(
     INTERPRETED: tl.constexpr,
 ):
     """Replace the most likely token by the drawn one: the first at which the sum of weights exceeds
-    the uniform number times the total. For the arguments, see `sum_weights`.
+    the uniform number times the total. For the arguments, see `count_bins` and `sum_weights`.
     """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     numbers += row * COLUMNS
     uniform = tl.load(numbers)
     if (token >= 0) & (uniform >= 0.0):
+        temperature = tl.load(numbers + 1).to(tl.float32)
+        min_p = tl.load(numbers + 4).to(tl.float32) if FILTERED else 0.0
         logits += row * stride
+        near += row * LISTED
+        marks += row * LISTED
+        entries = (near, marks, tl.load(lengths + row), logits, token, temperature, width)
+        bound = tl.full((), INFINITY, tl.int32)
+        first = tl.zeros((), tl.int32)
+        if FILTERED:
+            plans += row * PLAN
+            first = start_of(tl.load(plans))
+            top_p = tl.load(numbers + 3)
+            bound = _bound(entries, plans, masses + row * BINS, top_p, INTERPRETED)
         cuts = tl.arange(0, CUTS)
-        mass = tl.load(sums + row * CUTS + cuts, mask=cuts * CUT < width, other=0)
-        total = tl.sum(mass, 0)
+        kept = tl.load(sums + row * CUTS + cuts, mask=cuts * CUT < width, other=0)
+        low = tl.zeros((), tl.int32)
+        high = low + tl.cdiv(width, CUT) - 1
+        total = _before_cut(
+            entries, kept, first, bound, high + 1, min_p, CUTS, FILTERED, INTERPRETED
+        )
         # If rounding gives the total itself, the last token must still be chosen.
         target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
-        cut = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
-        rest = target - tl.sum(tl.where(cuts < cut, mass, 0), 0)
-        weights = _weights_of_cut(
-            logits, token, numbers, farthest + row, cut, width, FILTERED, INTERPRETED
-        )
-        found = tl.sum((tl.cumsum(weights, 0) <= rest).to(tl.int32), 0)
-        tl.store(tokens + row, tl.minimum(cut * CUT + found, width - 1).to(tl.int64))
+        while low < high:
+            cut = (low + high + 1) // 2
+            mass = _before_cut(entries, kept, first, bound, cut, min_p, CUTS, FILTERED, INTERPRETED)
+            if mass <= target:
+                low = cut
+            else:
+                high = cut - 1
+        mass = _before_cut(entries, kept, first, bound, low, min_p, CUTS, FILTERED, INTERPRETED)
+        distances = distances_of(logits, token, temperature, low, width)
+        weights = tl.where(distances <= bound, weights_of(distances, min_p, INTERPRETED), 0)
+        found = tl.sum((tl.cumsum(weights, 0) <= target - mass).to(tl.int32), 0)
+        tl.store(tokens + row, tl.minimum(low * CUT + found, width - 1).to(tl.int64))
+        if FILTERED:
+            tl.debug_barrier()  # every thread has read the length
+            tl.store(lengths + row, 0)

@@ -4,8 +4,8 @@
     drawn      temperature                       ─┐
     filtered   temperature, top_k, top_p, min_p  ─┴▶ numbers [R, 5] ─▶ a token by one uniform number
 
-    choose_draws(logits) ─▶ Triton's kernels, for 16-bit logits on a CUDA device
-                         └▶ torch's operations, otherwise
+    choose_most_likely(logits), choose_draws(logits) ─▶ Triton's kernels, on a CUDA device
+                                                     └▶ torch's operations, where there is no Triton
 
 Only the kind determines which operations run and their shapes. All rows of a step use the kind of
 the row that needs the most: a greedy row keeps the token that `greedy` gave it, and filters that a
@@ -35,11 +35,10 @@ from engine.sampling.selection import LeastBound
 
 COLUMNS = 5
 """The number of parameters per row: uniform number, temperature, top_k, top_p, min_p."""
-IDLE = (0.0, 1.0, 1.0, 1.0, 0.0)
-"""The parameters of a row that belongs to no request."""
-
-_GREEDY = (-1.0, *IDLE[1:])
-"""The parameters of a greedy row, marked by a negative uniform number."""
+GREEDY_ROW = (-1.0, 1.0, 1.0, 1.0, 0.0)
+"""The parameters of a row that draws nothing, because it is greedy or belongs to no request. The
+negative uniform number marks it.
+"""
 _NO_TOP_P = 1.5
 """A share above 1, so that not even rounding of a row's sum can cut anything."""
 DRAWN_AT_ONCE = 1 << 23
@@ -48,8 +47,10 @@ limits it.
 """
 _DRAWN_BYTES = 45
 """The memory per logit of these, for the intermediate results of the filters."""
-_COUNTED_BYTES = 4 << 16
-"""The memory per row for counting values; see `engine.sampling.drawing_kernels`."""
+_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""The types of logits that the kernels read."""
+_KERNEL_BYTES = 112 << 10
+"""The kernels' memory for each row: bins and a list; see `engine.sampling.drawing_kernels`."""
 
 
 class PlainKind(enum.IntEnum):
@@ -73,35 +74,55 @@ class PlainChoice:
     numbers: npt.NDArray[np.float64]
 
 
+MostLikely = Callable[[torch.Tensor, torch.Tensor], None]
+"""Writes the index of each row's largest entry, the first one in a tie. Takes
+
+    logits  [R, V]; not changed
+    tokens  int64 [R], the output; see `engine.sampling.greedy.Greedy`
+"""
+
 Draws = Callable[[PlainKind, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Draws a token for each row that is not greedy. Takes
 
     kind     what the rows need: DRAWN or FILTERED
     logits   [R, V]; not changed
     numbers  float64 [R, COLUMNS]
-    tokens   int64 [R], from `choose_most_likely`; overwritten where a token is drawn
+    tokens   int64 [R], from a MostLikely; overwritten where a token is drawn
 """
 
 
-def choose_draws(logits: torch.Tensor) -> Draws:
+def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in _KERNEL_TYPES and find_spec("triton") is not None
+
+
+def choose_most_likely(logits: torch.Tensor) -> MostLikely:
     """Return the implementation for logits like these: [R, V], with R the most rows of any step."""
-    if logits.device.type == "cuda" and logits.itemsize == 2 and find_spec("triton") is not None:
+    if _has_kernels(logits.device, logits.dtype):
+        from engine.sampling.triton_drawing import TritonMostLikely
+
+        return TritonMostLikely(logits)
+    return write_most_likely
+
+
+def choose_draws(logits: torch.Tensor) -> Draws:
+    """Return the implementation for logits like these; see `choose_most_likely`."""
+    if _has_kernels(logits.device, logits.dtype):
         from engine.sampling.triton_drawing import TritonDraws
 
-        draws = TritonDraws(len(logits), logits.device)
+        draws = TritonDraws(logits)
         return lambda kind, *tensors: draws(kind is PlainKind.FILTERED, *tensors)
     return partial(draw_tokens, choose_bound(logits.device))
 
 
-def draw_bytes(rows: int, width: int, itemsize: int) -> int:
+def draw_bytes(rows: int, width: int, dtype: torch.dtype) -> int:
     """The approximate memory, in bytes, of captured draws on a CUDA device.
 
     Args:
         rows, width: the shape of the logits.
-        itemsize: bytes per logit.
+        dtype: their type.
     """
-    if itemsize == 2:
-        return rows * _COUNTED_BYTES
+    if _has_kernels(torch.device("cuda"), dtype):
+        return rows * _KERNEL_BYTES
     return min(rows * width, DRAWN_AT_ONCE) * _DRAWN_BYTES
 
 
@@ -117,7 +138,7 @@ def plain_choice(
         if steps.edits or steps.masks or steps.typical or row.request.spec.logprobs is not None:
             return None
         if not steps.draws:
-            numbers.append(_GREEDY)
+            numbers.append(GREEDY_ROW)
             continue
         kind = max(kind, PlainKind.DRAWN if steps.keeps_all else PlainKind.FILTERED)
         params = row.request.spec.sampling
@@ -129,13 +150,8 @@ def plain_choice(
     return PlainChoice(kind, np.array(numbers, dtype=np.float64).reshape(-1, COLUMNS))
 
 
-def choose_most_likely(logits: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Write the index of each row's largest entry, the first one in a tie.
-
-    Args:
-        logits: [R, V].
-        tokens: int64 [R], the output; see `engine.sampling.greedy.Greedy`.
-    """
+def write_most_likely(logits: torch.Tensor, tokens: torch.Tensor) -> None:
+    """A MostLikely that uses torch operations."""
     best, ids = logits.max(dim=-1)
     tokens.copy_(valid(ids, best))
 

@@ -1,33 +1,76 @@
-"""Draws with Triton kernels: four launches with filters, two without, for any number of rows."""
+"""Chooses tokens with Triton kernels: one launch for the most likely ones, then three to draw with
+filters and two without, for any number of rows. See `engine.sampling.drawing_kernels`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
 
+from engine.sampling.drawing_bins import BINS, CUT, PLAN
 from engine.sampling.drawing_kernels import (
-    CUT,
-    KEYS,
-    count_values,
-    find_bound,
+    LISTED,
+    count_bins,
+    find_most_likely,
     pick_token,
     sum_weights,
 )
 
-_WARPS = 8
+_OPTIONS: Mapping[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+_PICK_WARPS = 16
+"""With 8, registers are spilled."""
 
 
-class TritonDraws:
-    """Draws tokens for rows of 16-bit logits. All steps share the counts, so only one may run at a
+def _cuts(width: int) -> int:
+    """The number of places for the cuts of a row."""
+    return triton.next_power_of_2(triton.cdiv(width, CUT.value))
+
+
+class TritonMostLikely:
+    """Chooses each row's most likely token. Steps share its memory, so only one may run at a
     time.
     """
 
-    def __init__(self, rows: int, device: torch.device, *, interpreted: bool = False) -> None:
-        """rows: the most rows of any step. interpreted: whether Triton's interpreter runs the
-        kernels; it uses numpy's e^x instead of the device's.
+    def __init__(self, logits: torch.Tensor) -> None:
+        """logits: [R, V], of the most rows of any step."""
+        rows, width = logits.shape
+        cuts = (rows, _cuts(width))
+        self._largest = logits.new_empty(cuts, dtype=torch.float32)
+        self._first = logits.new_empty(cuts, dtype=torch.int32)
+        self._arrived = logits.new_zeros(rows, dtype=torch.int32)
+
+    def __call__(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write the tokens; see `engine.sampling.plain.MostLikely`. logits: at most R rows."""
+        rows, width = logits.shape
+        # Triton launches on the current device.
+        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+            find_most_likely[(rows, triton.cdiv(width, CUT.value))](
+                *(logits, logits.stride(0), tokens),
+                *(self._largest, self._first, self._arrived, width),
+                CUTS=self._largest.shape[1],
+                **_OPTIONS,
+            )
+
+
+class TritonDraws:
+    """Draws tokens. Steps share its memory, so only one may run at a time."""
+
+    def __init__(self, logits: torch.Tensor, *, interpreted: bool = False) -> None:
+        """logits: [R, V], of the most rows of any step. interpreted: whether Triton's interpreter
+        runs the kernels; it uses numpy's e^x instead of the device's.
         """
-        # 256 KiB a row. A kernel clears what it has read: they are zeros between draws.
-        self._counts = torch.zeros((rows, KEYS.value), dtype=torch.int32, device=device)
+        rows, width = logits.shape
+        self._counts = logits.new_zeros((rows, BINS.value), dtype=torch.int32)
+        self._masses = logits.new_zeros((rows, BINS.value), dtype=torch.int64)
+        self._plans = logits.new_empty((rows, PLAN.value), dtype=torch.int32)
+        self._near, self._marks = logits.new_empty(
+            (2, rows, LISTED.value), dtype=torch.int32
+        ).unbind()
+        self._arrived, self._lengths = logits.new_zeros((2, rows), dtype=torch.int32).unbind()
+        self._sums = logits.new_empty((rows, _cuts(width)), dtype=torch.int64)
         self._interpreted = interpreted
 
     def __call__(
@@ -36,16 +79,17 @@ class TritonDraws:
         """Draw, with filters or without; see `engine.sampling.plain.Draws`."""
         rows, width = logits.shape
         cuts = triton.cdiv(width, CUT.value)
-        sums = logits.new_empty((rows, triton.next_power_of_2(cuts)), dtype=torch.int64)
-        farthest = logits.new_empty(rows, dtype=torch.float32)
         row = (logits, logits.stride(0), tokens, numbers)
-        told = {"num_warps": _WARPS, "enable_fp_fusion": False}
-        exact = {"INTERPRETED": self._interpreted, **told}
-        last = {"CUTS": sums.shape[1], "FILTERED": filters, **exact}
+        listed = (self._near, self._marks, self._lengths, self._sums, width)
+        exact = {"INTERPRETED": self._interpreted, **_OPTIONS}
+        last = {"CUTS": self._sums.shape[1], "FILTERED": filters, **exact}
         # Triton launches on the current device.
         with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
             if filters:
-                count_values[(rows, cuts)](*row, self._counts, width, **told)
-                find_bound[(rows,)](*row, self._counts, farthest, width, **exact)
-            sum_weights[(rows, cuts)](*row, farthest, sums, width, **last)
-            pick_token[(rows,)](*row, farthest, sums, width, **last)
+                count_bins[(rows, cuts)](
+                    *row, self._counts, self._masses, self._plans, self._arrived, width, **exact
+                )
+            sum_weights[(rows, cuts)](*row, self._plans, *listed, **last)
+            pick_token[(rows,)](
+                *row, self._plans, self._masses, *listed, **{**last, "num_warps": _PICK_WARPS}
+            )

@@ -243,16 +243,17 @@ def selection(*, counts: bool) -> Case:
 
 
 def draws(dtype: torch.dtype) -> Case:
-    """The kernels that draw tokens, with filters and without."""
+    """The kernels that choose tokens: the most likely ones, and drawn ones, with filters or not."""
 
     def run() -> None:
-        from engine.sampling.triton_drawing import TritonDraws
+        from engine.sampling.triton_drawing import TritonDraws, TritonMostLikely
 
         logits = torch.zeros((_REQUESTS, 151_936), dtype=dtype, device=CUDA)
         numbers = torch.zeros((_REQUESTS, 5), dtype=torch.float64, device=CUDA)
         tokens = torch.zeros(_REQUESTS, dtype=torch.int64, device=CUDA)
+        TritonMostLikely(logits)(logits, tokens)
         for filters in (False, True):
-            TritonDraws(_REQUESTS, CUDA)(filters, logits, numbers, tokens)
+            TritonDraws(logits)(filters, logits, numbers, tokens)
 
     return Case(f"draws, {_word(dtype)}", run, dtype)
 
@@ -275,7 +276,7 @@ def every_case() -> Iterator[Case]:
                 yield experts(mixture, dtype, properties)
     yield selection(counts=True)
     yield selection(counts=False)
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in TYPES:
         yield draws(dtype)
 
 
@@ -288,6 +289,10 @@ AHEAD: dict[str, frozenset[str]] = {
 """The kernels that may start before the one in front has ended, and what they may read by then:
 what no kernel writes.
 """
+
+
+LAST = frozenset({"find_most_likely", "count_bins"})
+"""The kernels whose last program reads what all have stored."""
 
 
 def faults(case: Case, found: Found) -> list[str]:
@@ -308,6 +313,8 @@ def faults(case: Case, found: Found) -> list[str]:
             wrong.append(f"it uses {', '.join(sorted(early))} before it has waited")
     elif found.ahead is not None:
         wrong.append("it waits, where nothing starts early")
+    if found.kernel in LAST and not found.finds_last:
+        wrong.append("its last program may not see what the others have stored")
     shared = case.properties.shared_memory_per_block_optin
     if found.shared > shared:
         wrong.append(f"{found.shared} bytes of shared memory, and there are {shared}")

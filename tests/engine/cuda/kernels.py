@@ -29,6 +29,11 @@ _WAIT = "griddepcontrol.wait"
 _MEMORY = re.compile(r"\b(?:ld|st|atom|red|cp\.async[\w.]*)\.global\b|\bcp\.async\.")
 _PARAMETER = re.compile(r"_param_(\d+)\]")
 _REGISTER = re.compile(r"%\w+")
+_LAST = re.compile(
+    r"bar\.sync\s+0;(?:(?!\b(?:st|red|atom)\.global)[^$])*?"
+    r"atom\.global\.gpu\.acq_rel\.add[^$]*?bar\.sync\s+0;"
+)
+"""The threads of a program wait for one another, one counts the program, and they wait again."""
 _LOCAL = re.compile(r"\b(?:STACK|LOCAL):(\d+)")
 
 
@@ -46,6 +51,8 @@ class Found:
         ahead: the arguments whose memory it reads or writes before it waits for the kernel in front
             of it; None: it does not wait.
         starts_early: whether it is launched so that it may start before that kernel has ended.
+        finds_last: whether it counts its programs in such a way that the last one can read what all
+            have stored.
     """
 
     kernel: str
@@ -56,6 +63,7 @@ class Found:
     loads: tuple[int, ...] = ()
     ahead: frozenset[str] | None = None
     starts_early: bool = False
+    finds_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,7 @@ def _compile(launch: _Launch) -> Found:
         copies=tuple(sorted({int(found, 16) for found in _COPY.findall(ptx)})),
         loads=tuple(sorted({int(n or 1) * int(bits) // 8 for n, bits in _LOAD.findall(ptx)})),
         starts_early=bool(launch.kwargs.get("launch_pdl")),
+        finds_last=_LAST.search(ptx) is not None and ".nc." not in ptx,
         ahead=_ahead(
             ptx, [name for name, kind in made.src.signature.items() if kind != "constexpr"]
         ),

@@ -1,5 +1,6 @@
 """What a step of each family launches on CUDA: a decode and a prefill in bfloat16, traced without a
-device (see `watch`), and compared with `launches.json`.
+device (see `watch`), and compared with `launches.json`, which also has those of choices of tokens
+(see `choices`).
 
 A layer's launches are those from the begin of one layer's attention to that of the next, so what
 one kernel computes for two layers is counted once. Where layers differ, the most are told.
@@ -33,6 +34,7 @@ from engine.models.torch_decoder import TorchDecoder
 from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.kv_tensors import KVTensors
 from engine.runner.runner_options import StepPath
+from tests.engine.cuda import choices
 from tests.engine.cuda.watch import (
     CUDA,
     HOPPER,
@@ -184,8 +186,8 @@ def _entry(served: Served) -> dict[str, Any]:
 
 
 def read_table() -> dict[str, Any]:
-    """The table: the version of transformers that it is of, and by family and decoder the launches
-    by kind of step, or why its steps wait.
+    """The table: the version of transformers that it is of; the launches of choices; and by family
+    and decoder the launches by kind of step, or why its steps wait.
     """
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     return table
@@ -201,9 +203,14 @@ def traced() -> list[str]:
 def write_table() -> None:
     """Write the table anew, from all families."""
     families = {name: measure(name) for name in traced()}
-    lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in families.items()]
-    text = f'{{\n "transformers": "{transformers.__version__}",\n "families": {{\n'
-    TABLE.write_text(text + ",\n".join(lines) + "\n }\n}\n", encoding="utf-8")
+    text = f'{{\n "transformers": "{transformers.__version__}",\n'
+    text += f' "choices": {{\n{_lines(choices.measure())}\n }},\n'
+    text += f' "families": {{\n{_lines(families)}\n }}\n}}\n'
+    TABLE.write_text(text, encoding="utf-8")
+
+
+def _lines(entries: Mapping[str, Any]) -> str:
+    return ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in entries.items())
 
 
 def cache_of(shapes: Mapping[int, LayerShape], dtype: torch.dtype = torch.bfloat16) -> KVTensors:

@@ -44,7 +44,7 @@ FEW = [
     experts(MIXTURES[0], torch.float16),
     experts(MIXTURES[1], HALF, AMPERE),
     selection(counts=False),
-    draws(HALF),
+    *(draws(dtype) for dtype in TYPES),
 ]
 MORE = [
     *(
@@ -186,3 +186,32 @@ def test_narrow_copies_and_spills_are_seen() -> None:
     assert faults(in_parts, narrow) == ["its loads have (2, 8, 16) bytes"]
     spilled = dataclasses.replace(found, spilled=8)
     assert faults(case, spilled) == ["8 bytes of a thread's registers are spilled"]
+
+
+@triton.jit
+def careless_kernel(x, arrived, SIZE: tl.constexpr, WAITS: tl.constexpr, ORDERED: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    tl.store(x + tl.program_id(0) * SIZE + place, place)
+    if WAITS:
+        tl.debug_barrier()
+    count = tl.atomic_add(arrived, 1, sem="acq_rel" if ORDERED else "relaxed")
+    if count == tl.num_programs(0) - 1:
+        tl.store(arrived, tl.sum(tl.load(x + place), 0))
+
+
+@pytest.mark.parametrize(("waits", "ordered"), [(True, True), (False, True), (True, False)])
+def test_a_last_program_that_may_not_see_everything_is_seen(
+    waits: bool, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        x, arrived = torch.zeros((2, 256), dtype=torch.int32, device=CUDA).unbind()
+        careless_kernel[(4,)](
+            x, arrived, SIZE=256, WAITS=waits, ORDERED=ordered, enable_fp_fusion=False
+        )
+
+    monkeypatch.setattr("tests.engine.cuda.kernel_cases.LAST", {"careless_kernel"})
+    [found] = compile_all(run)
+    wrong = ["its last program may not see what the others have stored"]
+    assert faults(Case("a last program", run, torch.float32), found) == (
+        [] if waits and ordered else wrong
+    )

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import transformers
 
+from tests.engine.cuda import choices
 from tests.engine.cuda.launches import (
     DECODERS,
     KINDS,
@@ -24,6 +25,8 @@ from tests.model_recipes import RECIPES
 
 MOST = 11
 """Launches of a layer of a plain decoder."""
+MOST_OF_A_CHOICE = 4
+"""Launches of a captured choice of tokens, whatever the rows' options."""
 MOST_FOR_LENGTHS = 10
 """Launches that find the frequencies of a step's tokens."""
 
@@ -44,6 +47,19 @@ def test_a_step_launches_no_more_than_the_table_says(family: str) -> None:
         for kind in KINDS:
             for name in most[kind]:
                 assert found[decoder][kind][name] <= most[kind][name], (decoder, kind, name)
+
+
+def test_a_choice_launches_no_more_than_the_table_says() -> None:
+    found, known = choices.measure(), read_table()["choices"]
+    for where, most in known.items():
+        assert found[where].keys() == most.keys(), "run `make launch-table`"
+    for dtype, kinds in known["captured"].items():
+        for kind, most in kinds.items():
+            assert found["captured"][dtype][kind] == most
+            assert max(most.values()) <= MOST_OF_A_CHOICE
+    for name, most in known["sampler"].items():
+        for rows, launches in most.items():
+            assert found["sampler"][name][rows] <= launches, (name, rows)
 
 
 def test_every_family_is_in_the_table() -> None:

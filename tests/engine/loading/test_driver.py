@@ -49,13 +49,14 @@ def test_without_a_gpu_nothing_is_refused(host: Path) -> None:
 
 
 @pytest.mark.usefixtures("host")
-def test_auto_does_not_fall_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wanted", ["auto", "cuda", "cuda:1"])
+def test_the_cpu_is_no_substitute(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(
-        ModelRefusedError, match=r"device is auto, and the NVIDIA driver .* use cpu$"
+        ModelRefusedError, match=rf"device is {wanted}, and the NVIDIA driver .* use cpu$"
     ):
-        loader._device(LoadConfig())
+        loader._device(LoadConfig(device=wanted))
     assert loader._device(LoadConfig(device="cpu")) == torch.device("cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert loader._device(LoadConfig()) == torch.device("cpu")

@@ -303,9 +303,13 @@ def test_graphs_have_memory_of_their_own(tmp_path: Path) -> None:
 def test_what_captured_draws_need_has_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 16 bits, values are counted; else so many logits are looked at, whatever a step has."""
+    """Kernels have the same memory for each row, whatever the type; without them, so many logits
+    are looked at, whatever a step has.
+    """
     saved = _saved(tmp_path / "model", "llama", torch.bfloat16)
     outline = read_outline(saved, LoadConfig(device="cuda"))
+    has_kernels = True
+    monkeypatch.setattr("engine.sampling.plain._has_kernels", lambda *_: has_kernels)
 
     def draws(requests: int) -> int:
         config = ContinuousBatchingConfig(max_batch_tokens=2048, max_requests_per_batch=requests)
@@ -313,8 +317,8 @@ def test_what_captured_draws_need_has_a_bound(
         captured -= requests * outline.vocab_size * 2 * outline.dtype.itemsize
         return captured - step_bytes(outline, dataclasses.replace(config, use_cuda_graph=False))
 
-    assert draws(65) - draws(1) == 64 * 4 * (1 << 16)
+    assert draws(65) - draws(1) == 64 * (112 << 10)
     monkeypatch.setattr("engine.sampling.plain.DRAWN_AT_ONCE", 100 * outline.vocab_size)
-    outline = dataclasses.replace(outline, dtype=torch.float32)
+    outline, has_kernels = dataclasses.replace(outline, dtype=torch.float32), False
     assert draws(65) - draws(1) == 64 * outline.vocab_size * 45
     assert draws(101) == draws(300) > draws(65)

@@ -10,7 +10,7 @@ import torch
 
 from engine.contract.request import Request, RequestStatus
 from engine.sampling import plain
-from engine.sampling.plain import COLUMNS, IDLE, PlainChoice, PlainKind
+from engine.sampling.plain import COLUMNS, GREEDY_ROW, PlainChoice, PlainKind
 from engine.sampling.sampler import Sampler
 from engine.sampling.selection import least_bound
 from engine.scheduler.runner_protocol import INVALID_TOKEN
@@ -63,7 +63,7 @@ def test_replays_give_the_tokens_of_the_sampler(
     tokens = torch.zeros(ROWS, dtype=torch.int64)
 
     def run() -> torch.Tensor:
-        plain.choose_most_likely(logits, tokens)
+        plain.write_most_likely(logits, tokens)
         if kind is not GREEDY:
             plain.draw_tokens(least_bound, kind, logits, numbers, tokens)
         return tokens
@@ -77,7 +77,7 @@ def test_replays_give_the_tokens_of_the_sampler(
         before = logits.clone()
         choice = choices(requests)
         assert choice is not None
-        numbers[:] = torch.tensor(IDLE)
+        numbers[:] = torch.tensor(GREEDY_ROW)
         if choice.kind is not GREEDY:
             numbers[:count] = torch.from_numpy(choice.numbers)
         expected, _ = sampler.sample(logits[:count], requests)

@@ -23,12 +23,13 @@ ROOT = Path(__file__).parents[3]
 STRIDE = 1 << 11
 
 
-@pytest.mark.timeout(200)
-def test_by_the_interpreter() -> None:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["selection", "drawing"])
+def test_by_the_interpreter(name: str) -> None:
     """In a process of its own: triton is imported as an interpreter, or it is not."""
-    test = str(ROOT / "tests" / "gpu" / "test_triton_selection.py")
+    test = str(ROOT / "tests" / "gpu" / f"test_triton_{name}.py")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=150", test],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=350", test],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
