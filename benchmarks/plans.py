@@ -295,7 +295,7 @@ MEASUREMENT = Measurement(
     name="plan",
     about=__doc__,
     measure=measure,
-    table=lambda record: render(record, "plan.json"),
+    render=render,
     options=(option("shape", [], "a row's name; several times: several", action="append"), MODELS),
 )
 

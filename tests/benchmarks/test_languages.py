@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.languages.document import render
 from benchmarks.languages.rows import ROWS, Row
-from benchmarks.languages.turns import CASES, Case, figures
+from benchmarks.languages.turns import CASES, Case, figures, render
 from benchmarks.processes import ROOT, Program, SystemFailure, cpu_seconds
 from tests.clients.python.scripted import ScriptedServer
 
