@@ -22,20 +22,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import headrace
-from headrace.options import build_spec
-from headrace.v1 import generation_pb2 as pb
 
 from benchmarks.measures import compared
 from benchmarks.models import DEMO
 from benchmarks.processes import free_port
 from benchmarks.records import Record
 from benchmarks.rig.gateways import smg, stream_chat, with_template
-from benchmarks.rig.load import connect, send
+from benchmarks.rig.load import Chats, connect, send
 from benchmarks.rig.measurement import Measurement, Turns, option, paired
 from benchmarks.rig.serving import BIN, Process, process, serve
 
@@ -59,18 +56,9 @@ class System(Protocol):
         """Run a chat until its first token arrives."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chats:
-    """The chats of a turn. Implements `Prompts`."""
-
-    tokens: int
-
-    def request(self, number: int) -> pb.GenerationSpec:
-        """Return request number 0, 1, …"""
-        return build_spec(
-            [{"role": "user", "content": f"{PROMPT} {number}"}],
-            {"max_tokens": self.tokens, "ignore_eos": True, "temperature": 1.0},
-        )
+def chats(tokens: int) -> Chats:
+    """Return the chats of a turn."""
+    return Chats(lambda number: f"{PROMPT} {number}", tokens, temperature=1.0)
 
 
 class Grpc:
@@ -86,14 +74,14 @@ class Grpc:
 
         async def run() -> int:
             async with connect(self._server) as client, client.session() as session:
-                return (await send([session], Chats(tokens), count, count)).output_tokens
+                return (await send([session], chats(tokens), count, count)).output_tokens
 
         return asyncio.run(run())
 
     def first(self) -> None:
         """Run a chat until its first token arrives."""
         with headrace.Client(self._server.address) as client, client.session() as session:
-            for chunk in session.submit(Chats(2).request(0)):
+            for chunk in session.submit(chats(2).request(0)):
                 if chunk.token_ids:
                     break
 
