@@ -40,12 +40,13 @@ from benchmarks.decoder_shapes import FAMILIES
 from benchmarks.markdown import cpus, link, memory, table
 from benchmarks.measures import figure, ratio_span
 from benchmarks.models import DEMO, checkpoint, make_random
-from benchmarks.processes import ROOT, SystemFailure, resident, tree
+from benchmarks.processes import ROOT, SystemFailure, tree
 from benchmarks.records import Record
 from benchmarks.rig.bench import Bench, Case, Found, TimeLimit, limits_of
 from benchmarks.rig.measurement import MODELS, THREADS, Measurement, in_turns, option
 from benchmarks.rig.systems import Systems
 from benchmarks.systems import SystemSpec
+from benchmarks.usage import resident
 from benchmarks.workloads import WORKLOADS, Lengths
 
 OURS, BASELINE = "ours", "baseline"

@@ -29,12 +29,11 @@ import headrace
 
 from benchmarks.measures import compared
 from benchmarks.models import DEMO
-from benchmarks.processes import free_port
 from benchmarks.records import Record
-from benchmarks.rig.gateways import smg, stream_chat, with_template
+from benchmarks.rig.gateways import door, smg, stream_chat, with_template
 from benchmarks.rig.load import Chats, connect, send
 from benchmarks.rig.measurement import Measurement, Turns, option, paired
-from benchmarks.rig.serving import BIN, Process, process, serve
+from benchmarks.rig.serving import Process, serve
 
 PROMPT = "Tell me a story about a fox, please."
 NAME = "it"
@@ -89,9 +88,9 @@ class Grpc:
 class Http:
     """The door or smg, with a connection for each chat."""
 
-    def __init__(self, port: int, process: Process | None = None) -> None:
-        self.process = process
-        self._port = port
+    def __init__(self, process: Process) -> None:
+        self.process: Process | None = process
+        self._port = process.port
 
     def chats(self, count: int, tokens: int) -> int:
         """Run this many concurrent chats and return how many tokens arrived."""
@@ -176,21 +175,16 @@ def systems(
     options: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[Process, dict[str, System]]]:
     """Yield the front end, and the systems to compare."""
-    port = free_port()
     with contextlib.ExitStack() as stack:
         flags = ("--served-name", NAME, "--gateway", "--device", "cpu", *options.server)
         front = stack.enter_context(serve(*flags, model=chatting(options.model, folder)))
-        words = [str(BIN / "headrace"), "--target", front.address, "openai"]
-        words += ["--listen", f"127.0.0.1:{port}"]
-        door = stack.enter_context(
-            process(words, folder / "door.log", is_ready=lambda said: "ready: " in said)
-        )
-        found: dict[str, System] = {"grpc": Grpc(front), "door": Http(port, door)}
+        before = stack.enter_context(door(front.address, folder / "door.log"))
+        found: dict[str, System] = {"grpc": Grpc(front), "door": Http(before)}
         if options.smg is not None:
             there = stack.enter_context(
                 smg([front.address], NAME, folder / "smg.log", command=options.smg)
             )
-            found["smg"] = Http(int(there.address.rpartition(":")[2]), there)
+            found["smg"] = Http(there)
         yield front, found
 
 
@@ -208,9 +202,9 @@ def measure(options: argparse.Namespace, record: Record) -> None:
         tempfile.TemporaryDirectory() as folder,
         systems(options, Path(folder)) as (front, there),
     ):
-        door = there["door"].process
-        assert door is not None
-        record.put(door.start_s, "door_start_s")
+        before = there["door"].process
+        assert before is not None
+        record.put(before.start_s, "door_start_s")
         turns = paired(
             tuple(there),
             options.turns,
@@ -234,13 +228,13 @@ def summary(turns: Turns) -> dict[str, float]:
         for each, ones in turns.items()
         for name in ones[0]
     }
-    door = turns["door"]
+    ours = turns["door"]
     for other in (each for each in turns if each != "door"):
         for name in ("cpu_us", "tokens_per_s"):
-            found[f"door / {other}: {name}"] = compared(door, turns[other], name)["median"]
+            found[f"door / {other}: {name}"] = compared(ours, turns[other], name)["median"]
         found[f"door - {other}: first_ms"] = statistics.median(
             one["first_ms"] - beside["first_ms"]
-            for one, beside in zip(door, turns[other], strict=True)
+            for one, beside in zip(ours, turns[other], strict=True)
         )
     return found
 

@@ -23,10 +23,11 @@ import benchmarks.languages
 from benchmarks.languages.rows import ROWS, Row
 from benchmarks.markdown import columns, cpus, link
 from benchmarks.measures import compared, figure
-from benchmarks.processes import Program, SystemFailure, cpu_seconds
+from benchmarks.processes import Program, SystemFailure
 from benchmarks.records import Record
 from benchmarks.rig.measurement import Measurement, Turns, option, paired
 from benchmarks.rig.serving import Process, scripted, serve
+from benchmarks.usage import cpu_seconds
 
 _SERVER_CORE, _CLIENT_CORE = 0, 1
 _TURN_S = 120.0

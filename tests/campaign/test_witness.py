@@ -17,7 +17,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from benchmarks.processes import ROOT, resident
+from benchmarks.processes import ROOT
+from benchmarks.usage import resident
 from engine.contract.errors import QueueFullError
 from engine.contract.request import GenerationRequest
 from tests.campaign.witness.memory import Watched

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.processes import resident
+from benchmarks.usage import resident
 from tests.campaign.witness.report import Memory
 
 

@@ -4,7 +4,7 @@
                      ◀─────reports────────   streams greedy tokens, tokenizes, asks health
 
 `Witness` starts it and asks for its reports. To run it by hand, see
-`python -m tests.campaign.witness --help`.
+`python -m tests.campaign.witness --help`. It needs only the `headrace` package.
 """
 
 from __future__ import annotations
