@@ -29,243 +29,270 @@ import json
 import os
 import statistics
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.decoder_shapes import FAMILIES
 from benchmarks.markdown import cpus, link, memory, table
-from benchmarks.measures import decode_figures, figure, ratio_span, turn_figures
+from benchmarks.measures import figure, ratio_span
 from benchmarks.models import DEMO, checkpoint, make_random
-from benchmarks.processes import ROOT, System, SystemFailure, resident, tree
+from benchmarks.processes import ROOT, SystemFailure, tree
 from benchmarks.records import Record
+from benchmarks.rig.bench import Bench, Case, Found, TimeLimit, limits_of
 from benchmarks.rig.measurement import MODELS, THREADS, Measurement, in_turns, option
-from benchmarks.rig.systems import Systems, turn_order
-from benchmarks.workloads import WORKLOADS, Lengths, make_prompts
+from benchmarks.rig.systems import Systems
+from benchmarks.systems import SystemSpec
+from benchmarks.usage import resident
+from benchmarks.workloads import WORKLOADS, Lengths
 
 OURS, BASELINE = "ours", "baseline"
 LIBRARY = "generate-batch"
 PARTS = (*FAMILIES, "shapes", "ready", "float32")
-_ENGINE, _SERVER, _LIBRARY = (
-    f"benchmarks.adapters.{name}"
-    for name in ("headrace_engine", "headrace_server", "transformers_batching")
-)
-_LOAD_S, _TURN_S = 300.0, 600.0
+ENGINES = {OURS: "headrace_engine", BASELINE: "headrace_engine"}
+"""The adapter of each system, by name."""
+ROOM = 2.0
+"""How many times the tokens that a system needs at most its cache has room for."""
 _DECODED = Lengths(prompt=4 * 32 + 1, output=24)
 """The prefix cache holds only whole blocks of the prompt, and never its last token."""
 _READY = "qwen3-0.6b"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """What is measured in each turn.
+class Cell:
+    """A figure of each turn of a case.
 
     Attributes:
-        part, name: where it is in the record.
-        about: its description in the table.
-        unit: the unit of the result.
+        case: the case; its name is that in the record.
+        figure: which of a turn's results it is.
         aim: the target ratio; None if there is none.
-        lengths: the requests.
-        is_decode: whether only decoding is measured; the prompts are then always the same.
-        turns: the results so far, by system.
+        unit: its unit.
     """
 
-    part: str
+    case: Case
+    figure: str = "output_rate"
+    aim: float | None = None
+    unit: str = "tok/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What is measured on one model.
+
+    Attributes:
+        name: what `--family` calls it.
+        make: returns the checkpoint in a cache folder, which is made if it does not exist.
+        cells: what is measured.
+        adapters: the adapter of each system.
+        dtype: the type of the weights.
+    """
+
     name: str
-    about: str
-    unit: str
-    aim: float | None
-    lengths: list[Lengths] = field(default_factory=list)
-    is_decode: bool = False
-    turns: dict[str, list[float]] = field(default_factory=dict)
-
-    def order(self, vocab_size: int, turn: int) -> dict[str, Any]:
-        """Return a turn's requests, for an adapter."""
-        seed = "decode" if self.is_decode else f"{self.name}, turn {turn}"
-        return order_of(self.lengths, vocab_size, seed)
-
-    def figure(self, replies: list[dict[str, Any]]) -> float:
-        """Return the tokens per second. Raises SystemFailure if the requests never all decoded at
-        the same time.
-        """
-        prompts = [one.prompt for one in self.lengths]
-        if not self.is_decode:
-            return turn_figures(prompts, replies)["output_rate"]
-        found = decode_figures(prompts, replies)
-        if found is None:
-            raise SystemFailure(f"{self.name}: never did all requests decode at once")
-        return found["decode_rate"]
+    make: Callable[[Path], Path]
+    cells: Sequence[Cell]
+    adapters: Mapping[str, str]
+    dtype: str = "bfloat16"
 
 
-class Bench:
-    """Starts systems, runs their turns alternately, and puts the cases in the record."""
+def groups(part: str) -> Iterator[Group]:
+    """Yield what a part measures."""
+    for name, family in FAMILIES.get(part, {}).items():
+        cells = [
+            Cell(
+                Case(
+                    name=f"{name}, {requests}",
+                    meaning=family.about,
+                    lengths=[_DECODED] * requests,
+                    is_repeated=True,
+                ),
+                "decode_rate",
+                family.aim,
+            )
+            for requests in (1, 16)
+        ]
+        make = partial(_make_family, name, family.model_type, family.config())
+        yield Group(name, make, cells, ENGINES)
+    if part == "shapes":
+        for model, names in ((_READY, ("W1", "W3", "W4")), ("tiny", ("W1",))):
+            cells = [Cell(_workload(f"{model} {name}", name), aim=0.98) for name in names]
+            yield Group(model, partial(checkpoint, model), cells, ENGINES)
+    if part == "ready":
+        lengths = [Lengths(128, 8)]
+        cells = [
+            Cell(Case(name=name, meaning=meaning, lengths=lengths), name, unit=unit)
+            for name, meaning, unit in (
+                ("start", "until it is ready", "s"),
+                ("most memory", "until it is ready", "MiB"),
+                ("memory", "after a request", "MiB"),
+            )
+        ]
+        servers = dict.fromkeys((OURS, BASELINE), "headrace_server")
+        yield Group(_READY, partial(checkpoint, _READY), cells, servers)
+    if part == "float32":
+        adapters = {**ENGINES, LIBRARY: "transformers_batching"}
+        cells = [Cell(_workload("demo W2", "W2"), aim=2.5)]
+        yield Group("demo", lambda cache: DEMO, cells, adapters, "float32")
+
+
+def _workload(name: str, workload: str) -> Case:
+    return Case(
+        name=name,
+        meaning=WORKLOADS[workload].meaning,
+        lengths=WORKLOADS[workload].lengths(),
+    )
+
+
+def _make_family(name: str, model_type: str, config: dict[str, Any], cache: Path) -> Path:
+    return make_random(cache / "models" / f"decoder-{name}", model_type, config)
+
+
+class Comparison:
+    """Measures what is not in the record yet."""
 
     def __init__(self, options: argparse.Namespace, record: Record) -> None:
         """Create it. What the record's file has is kept."""
-        now = record.data
-        record.resume(())
-        record.data |= {**now, "threads": options.threads}
+        record.go_on(threads=options.threads)
         record.data.setdefault("cases", {})
-        self.record = record
-        self.cache: Path = options.cache
-        self.only: Sequence[str] = options.family
-        self.turns: int = options.turns
-        self._baseline: Path = options.baseline.resolve()
-        self._threads: int = options.threads
-        self._until: float = time.monotonic() + 60 * options.minutes
+        self._record = record
+        self._options = options
+        self._roots = {BASELINE: options.baseline.resolve()}
+        self._time = TimeLimit(60.0 * options.minutes)
         self._stamp = {
             **{name: record.data[name] for name in ("date", "commit")},
-            "baseline": _commit_of(self._baseline),
+            "baseline": _commit_of(self._roots[BASELINE]),
         }
 
-    def is_late(self) -> bool:
-        """Whether it is too late to begin anything."""
-        return time.monotonic() > self._until
+    def measure(self, part: str) -> bool:
+        """Measure a part. Returns whether there was time for all of it."""
+        for group in groups(part):
+            cells = [cell for cell in group.cells if not self._has(part, cell)]
+            if not cells or (self._options.family and group.name not in self._options.family):
+                continue
+            if self._time.is_over():
+                return False
+            model = group.make(self._options.cache)
+            print(f"{part}: {model.name}, {cells[0].case.meaning}", flush=True)
+            try:
+                with self._bench(model, group) as bench:
+                    if part == "ready":
+                        self._restart(bench, part, group)
+                    else:
+                        self._run(bench, part, group, cells)
+            except SystemFailure as failure:
+                for cell in cells:
+                    if not self._has(part, cell):
+                        self._fail(part, cell, failure)
+        return True
 
-    def wants(self, name: str) -> bool:
-        """Whether a family or shape was asked for, and there is time."""
-        is_chosen = not self.only or name in self.only
-        return is_chosen and not self.is_late()
+    def _run(self, bench: Bench, part: str, group: Group, cells: Sequence[Cell]) -> None:
+        """Load systems on a model, and measure the cells in order."""
+        limits = limits_of([cell.case for cell in cells], ROOM)
+        for spec in self._specs(group):
+            bench.start(spec, limits)
+        for cell in cells:
+            found = Found.of(cell.case, [*group.adapters][::-1])
+            bench.measure(found, self._options.turns)
+            if any(cell.figure not in turn for turns in found.turns.values() for turn in turns):
+                raise SystemFailure(f"{cell.case.name}: never did all requests decode at once")
+            turns = {
+                name: [turn[cell.figure] for turn in turns] for name, turns in found.turns.items()
+            }
+            self._add(part, cell, turns, found.machine[0])
 
-    def has(self, part: str, *names: str) -> bool:
-        """Whether these cases are in the record, with enough turns."""
-        cases = self.record.data["cases"].get(part, {})
-        found: list[dict[str, list[float]]] = [
-            cases.get(name, {}).get("turns", {}) for name in names
-        ]
-        return all(one and min(map(len, one.values())) >= self.turns for one in found)
+    def _restart(self, bench: Bench, part: str, group: Group) -> None:
+        """Restart the servers in each turn. The cells: the seconds until they are ready, their peak
+        memory until then, and their memory after some tokens.
+        """
+        machine = {**bench.rates(), "load_average": os.getloadavg()[0]}
+        limits = limits_of([Case(name="ready", lengths=[Lengths(1024, 64)])], ROOM)
+        order = bench.order(group.cells[0].case, 1)
+        specs = {spec.name: spec for spec in self._specs(group)}
+        turns: list[dict[str, list[float]]] = [{} for _ in group.cells]
+        for number, name in in_turns((BASELINE, OURS), self._options.turns):
+            system = bench.start(specs[name], limits)
+            most = system.peak_bytes
+            bench.ask(name, order)
+            held = sum(resident(one.pid)[0] for one in tree(system.ready["pid"]))
+            bench.drop(name)
+            values = (system.start_s, most / 2**20, held / 2**20)
+            for own, value in zip(turns, values, strict=True) if number else ():
+                own.setdefault(name, []).append(value)
+        for cell, own in zip(group.cells, turns, strict=True):
+            self._add(part, cell, own, machine)
 
-    def add(self, case: Case, rates: Mapping[str, float]) -> None:
-        """Add a case to the record."""
-        about = {"about": case.about, "unit": case.unit, "aim": case.aim}
-        entry = {**self._stamp, **about, "turns": case.turns, "machine": dict(rates)}
-        self.record.put(entry, "cases", case.part, case.name)
-        for name, found in case.turns.items():
-            middle = figure(statistics.median(found))
-            print(f"  {case.name:16} {name:15} {middle} {case.unit}", flush=True)
-
-    def fail(self, case: Case, failure: SystemFailure) -> None:
-        """Record that a case could not be measured."""
-        why = str(failure).splitlines()[0]
-        print(f"  {case.name} is left out: {failure}", flush=True)
-        entry = {**self._stamp, "about": case.about, "failure": why}
-        self.record.put(entry, "cases", case.part, case.name)
+    # ---- systems -------------------------------------------------------------------------------
 
     @contextmanager
-    def systems(self) -> Iterator[tuple[Systems, dict[str, float]]]:
-        """Yield systems, and the machine's rates."""
-        with Systems(self.cache / "logs") as systems:
+    def _bench(self, model: Path, group: Group) -> Iterator[Bench]:
+        options = self._options
+        with Systems(options.cache / "logs") as systems:
             systems.start_machine(
                 log="decoder-machine",
                 environment=_environment(ROOT),
                 dtype="bfloat16",
-                threads=self._threads,
+                threads=options.threads,
             )
-            yield systems, {**systems.rates(), "load": os.getloadavg()[0]}
+            yield Bench(
+                systems=systems,
+                about={
+                    "model": str(model),
+                    "dtype": group.dtype,
+                    "threads": options.threads,
+                    "cache": str(options.cache),
+                },
+                vocab_size=json.loads((model / "config.json").read_text())["vocab_size"],
+                say=lambda line: print(line, flush=True),
+                time=TimeLimit(),  # what has begun goes on
+                load_s=300.0,
+                turn_s=600.0,
+                log="decoder-",
+            )
 
-    def start(
-        self,
-        systems: Systems,
-        name: str,
-        module: str,
-        order: Mapping[str, Any],
-    ) -> System:
-        """Load a system of the checkout that its name says."""
-        root = self._baseline if name == BASELINE else ROOT
-        return systems.start(
-            name, module, order, _LOAD_S, log=f"decoder-{name}", environment=_environment(root),
-            root=root,
-        )  # fmt: skip
+    def _specs(self, group: Group) -> Iterator[SystemSpec]:
+        """Yield the systems, each of the checkout that its name says."""
+        for name, adapter in group.adapters.items():
+            root = self._roots.get(name, ROOT)
+            module, environment = f"benchmarks.adapters.{adapter}", _environment(root)
+            yield SystemSpec(name, module, environment=environment, root=root)
 
-    def measure(
+    # ---- the record ----------------------------------------------------------------------------
+
+    def _has(self, part: str, cell: Cell) -> bool:
+        """Whether a cell is in the record, with enough turns."""
+        cases = self._record.data["cases"].get(part, {})
+        turns: dict[str, list[float]] = cases.get(cell.case.name, {}).get("turns", {})
+        return bool(turns) and min(map(len, turns.values())) >= self._options.turns
+
+    def _add(
         self,
-        cases: list[Case],
-        model: Path,
-        dtype: str,
-        kinds: Mapping[str, tuple[str, dict[str, Any]]],
+        part: str,
+        cell: Cell,
+        turns: Mapping[str, Sequence[float]],
+        machine: Mapping[str, float],
     ) -> None:
-        """Load systems on a model and measure the cases in order.
-
-        kinds: the adapter of each system and its options, by name.
-        """
-        print(f"{cases[0].part}: {model.name}, {cases[0].about}", flush=True)
-        vocab_size = read_vocab_size(model)
-        try:
-            with self.systems() as (systems, rates):
-                running = {
-                    name: self.start(
-                        systems, name, module, self.load_order(model, dtype, options, cases)
-                    )
-                    for name, (module, options) in kinds.items()
-                }
-                for case in cases:
-                    for turn, name in in_turns(tuple(reversed(running)), self.turns):
-                        replies = running[name].run(case.order(vocab_size, turn), _TURN_S)
-                        found = case.figure(replies)
-                        if turn:
-                            case.turns.setdefault(name, []).append(found)
-                    self.add(case, rates)
-        except SystemFailure as failure:
-            for case in cases:
-                if not self.has(case.part, case.name):
-                    self.fail(case, failure)
-
-    def measure_ready(self, cases: list[Case], model: Path) -> None:
-        """Restart the servers in each turn. cases: the seconds until they are ready, their peak
-        memory until then, and their memory after some tokens.
-        """
-        order = order_of([Lengths(128, 8)], read_vocab_size(model), "ready")
-        load = self.load_order(model, "bfloat16", {}, cases)
-        try:
-            with self.systems() as (systems, rates):
-                for turn, name in in_turns((BASELINE, OURS), self.turns):
-                    system = self.start(systems, name, _SERVER, load)
-                    most = system.peak_bytes
-                    system.run(order, _TURN_S)
-                    held = sum(resident(one.pid)[0] for one in tree(system.ready["pid"]))
-                    systems.drop(system)
-                    values = (system.start_s, most / 2**20, held / 2**20)
-                    for case, value in zip(cases, values, strict=True) if turn else ():
-                        case.turns.setdefault(name, []).append(value)
-                for case in cases:
-                    self.add(case, rates)
-        except SystemFailure as failure:
-            for case in cases:
-                self.fail(case, failure)
-
-    def load_order(
-        self, model: Path, dtype: str, options: dict[str, Any], cases: list[Case]
-    ) -> dict[str, Any]:
-        """Return an adapter's order to load a model."""
-        every = [one for case in cases for one in case.lengths] or [Lengths(1024, 64)]
-        tokens = 2 * max(sum(one.total for one in case.lengths or every) for case in cases)
-        return {
-            "model": str(model),
-            "dtype": dtype,
-            "threads": self._threads,
-            "cache": str(self.cache),
-            "options": options,
-            "limits": {
-                "kv_tokens": tokens,
-                "max_requests": max(len(case.lengths or every) for case in cases),
-                "max_request_tokens": max(one.total for one in every),
-                "max_prompt_tokens": max(one.prompt for one in every),
-            },
+        rates = {name: rate for name, rate in machine.items() if name != "load_average"}
+        entry = {
+            **self._stamp,
+            "about": cell.case.meaning,
+            "unit": cell.unit,
+            "aim": cell.aim,
+            "turns": turns,
+            "machine": {**rates, "load": machine["load_average"]},
         }
+        self._record.put(entry, "cases", part, cell.case.name)
+        for name, found in turns.items():
+            middle = figure(statistics.median(found))
+            print(f"  {cell.case.name:16} {name:15} {middle} {cell.unit}", flush=True)
 
-
-def order_of(lengths: list[Lengths], vocab_size: int, seed: str) -> dict[str, Any]:
-    """Return an adapter's order to run a turn."""
-    return turn_order(make_prompts(lengths, vocab_size, seed), lengths)
-
-
-def read_vocab_size(model: Path) -> int:
-    """Return how many token ids a checkpoint has."""
-    found: int = json.loads((model / "config.json").read_text())["vocab_size"]
-    return found
+    def _fail(self, part: str, cell: Cell, failure: SystemFailure) -> None:
+        """Record that a cell could not be measured."""
+        why = str(failure).splitlines()[0]
+        print(f"  {cell.case.name} is left out: {failure}", flush=True)
+        entry = {**self._stamp, "about": cell.case.meaning, "failure": why}
+        self._record.put(entry, "cases", part, cell.case.name)
 
 
 def _environment(root: Path) -> dict[str, str]:
@@ -276,79 +303,8 @@ def _environment(root: Path) -> dict[str, str]:
 
 def _commit_of(checkout: Path) -> str:
     words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, cwd=checkout, capture_output=True, text=True, check=True).stdout[
-        :-1
-    ]
-
-
-BOTH: dict[str, tuple[str, dict[str, Any]]] = {OURS: (_ENGINE, {}), BASELINE: (_ENGINE, {})}
-
-
-def make_family(name: str, cache: Path) -> Path:
-    """Return the folder of a family's checkpoint, which is made if it does not exist."""
-    [family] = [part[name] for part in FAMILIES.values() if name in part]
-    return make_random(cache / "models" / f"decoder-{name}", family.model_type, family.config())
-
-
-def measure_families(bench: Bench, part: str) -> None:
-    """Measure the families, with a table for each."""
-    for name, family in FAMILIES[part].items():
-        names = [f"{name}, {requests}" for requests in (1, 16)]
-        if bench.has(part, *names) or not bench.wants(name):
-            continue
-        cases = [
-            Case(part, one, family.about, "tok/s", family.aim, [_DECODED] * count, is_decode=True)
-            for one, count in zip(names, (1, 16), strict=True)
-        ]
-        bench.measure(cases, make_family(name, bench.cache), "bfloat16", BOTH)
-
-
-def measure_shapes(bench: Bench) -> None:
-    """Measure the workloads of the 0.6B shape, and one of the tiny shape."""
-    for model, workloads in ((_READY, ("W1", "W3", "W4")), ("tiny", ("W1",))):
-        cases = [
-            Case("shapes", f"{model} {name}", WORKLOADS[name].meaning, "tok/s", 0.98,
-                 WORKLOADS[name].lengths())
-            for name in workloads
-            if not bench.has("shapes", f"{model} {name}")
-        ]  # fmt: skip
-        if cases and bench.wants(model):
-            bench.measure(cases, checkpoint(model, bench.cache), "bfloat16", BOTH)
-
-
-def measure_ready(bench: Bench) -> None:
-    """Measure how long loading takes and how much memory it needs."""
-    cases = [
-        Case("ready", "start", "until it is ready", "s", None),
-        Case("ready", "most memory", "until it is ready", "MiB", None),
-        Case("ready", "memory", "after a request", "MiB", None),
-    ]
-    if not bench.has("ready", *(case.name for case in cases)):
-        bench.measure_ready(cases, checkpoint(_READY, bench.cache))
-
-
-def measure_float32(bench: Bench) -> None:
-    """Measure the demo model in float32."""
-    workload = WORKLOADS["W2"]
-    case = Case("float32", "demo W2", workload.meaning, "tok/s", 2.5, workload.lengths())
-    if not bench.has("float32", case.name):
-        bench.measure([case], DEMO, "float32", {**BOTH, LIBRARY: (_LIBRARY, {})})
-
-
-def make_models(cache: Path, only: Sequence[str]) -> None:
-    """Make all checkpoints."""
-    for name in (name for part in FAMILIES.values() for name in part):
-        if not only or name in only:
-            make_family(name, cache)
-    for shape in (_READY, "tiny"):
-        checkpoint(shape, cache)
-
-
-_WAYS: dict[str, Callable[[Bench], None]] = {
-    "shapes": measure_shapes,
-    "ready": measure_ready,
-    "float32": measure_float32,
-}
+    found = subprocess.run(words, cwd=checkout, capture_output=True, text=True, check=True)
+    return found.stdout.strip()
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
@@ -359,18 +315,17 @@ def measure(options: argparse.Namespace, record: Record) -> None:
         )
     parts = options.part or list(PARTS)
     if "models" in parts:
-        make_models(options.cache, options.family)
+        for group in (group for part in PARTS for group in groups(part)):
+            if not options.family or group.name in options.family:
+                group.make(options.cache)
         parts.remove("models")
-    bench = Bench(options, record)
+    comparison = Comparison(options, record)
     for part in parts:
         if options.anew:
             record.data["cases"].pop(part, None)
-        if part in FAMILIES:
-            measure_families(bench, part)
-        elif not bench.is_late():
-            _WAYS[part](bench)
-    if bench.is_late():
-        print("out of time: the same command goes on with what is missing")
+        if not comparison.measure(part):
+            print("out of time: the same command goes on with what is missing")
+            break
 
 
 # ---- the tables ----------------------------------------------------------------------------------
@@ -477,7 +432,7 @@ MEASUREMENT = Measurement(
     name="decoder",
     about=__doc__,
     measure=measure,
-    table=lambda record: render(record, "decoder.json"),
+    render=render,
     options=(
         option("baseline", None, "the older checkout", type=Path, required=True),
         option("part", [], "default: all", choices=(*PARTS, "models"), action="append"),

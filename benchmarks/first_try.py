@@ -226,7 +226,7 @@ MEASUREMENT = Measurement(
     file="first_try.json",
     about=__doc__,
     measure=measure,
-    table=lambda record: render(record, "first_try.json"),
+    render=render,
     options=(option("runs", 3), option("again", 3, "starts after each fresh one")),
 )
 

@@ -16,15 +16,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-import grpc
 from headrace.v1 import generation_pb2 as pb
-from headrace.v1 import generation_service_pb2 as rpc
-from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from benchmarks.records import Record
+from benchmarks.rig.load import messages
 from benchmarks.rig.measurement import Measurement, option
 from benchmarks.rig.serving import Process, scripted
 
@@ -56,30 +53,27 @@ def session(server: Process, count: int, steps: int) -> Figure:
     """Run one session, measured from the first token until only the last step's tokens are
     missing.
     """
-
-    def commands() -> Iterator[rpc.StreamResultRequest]:
-        for index in range(count):
-            spec = pb.GenerationSpec(
-                request_id=f"request-{index}",
-                text=pb.TextInput(text="Once upon a time"),
-                stop=pb.StopOptions(max_tokens=1 << 19),
-            )
-            yield rpc.StreamResultRequest(command_id=index + 1, add=rpc.AddCommand(spec=spec))
-
-    first = tokens = messages = 0
+    specs = (
+        pb.GenerationSpec(
+            request_id=f"request-{index}",
+            text=pb.TextInput(text="Once upon a time"),
+            stop=pb.StopOptions(max_tokens=1 << 19),
+        )
+        for index in range(count)
+    )
+    first = tokens = seen = 0
     began = cpu = 0.0
     figure = None
-    with grpc.insecure_channel(server.address) as channel:
-        for message in GenerationServiceStub(channel).StreamResult(commands()):
-            new = sum(len(event.delta.token_ids) for event in message.events)
-            if not began and new:
-                first, began, cpu = new, time.perf_counter(), server.cpu_s()
-                continue
-            tokens += new
-            messages += bool(new)
-            if figure is None and first + tokens >= count * (steps - 1):
-                used = server.cpu_s() - cpu
-                figure = Figure(tokens, messages, used, time.perf_counter() - began)
+    for message in messages(server.address, specs):
+        new = sum(len(event.delta.token_ids) for event in message.events)
+        if not began and new:
+            first, began, cpu = new, time.perf_counter(), server.cpu_s()
+            continue
+        tokens += new
+        seen += bool(new)
+        if figure is None and first + tokens >= count * (steps - 1):
+            used = server.cpu_s() - cpu
+            figure = Figure(tokens, seen, used, time.perf_counter() - began)
     if figure is None:
         raise RuntimeError(f"only {first + tokens} tokens came")
     return figure

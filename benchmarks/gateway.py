@@ -29,15 +29,13 @@ from typing import Any
 import grpc
 import headrace
 import openai
-from headrace.options import build_spec
-from headrace.v1.generation_pb2 import GenerationSpec
 from smg_grpc_proto.generated import vllm_engine_pb2
 
 from benchmarks.measures import compared
 from benchmarks.models import DEMO
 from benchmarks.records import Record
 from benchmarks.rig.gateways import smg, with_template
-from benchmarks.rig.load import Calls, connect, send
+from benchmarks.rig.load import Calls, Chats, connect, send
 from benchmarks.rig.measurement import Measurement, in_turns, option
 from benchmarks.rig.serving import Process, serve
 
@@ -359,17 +357,6 @@ async def kill(servers: Sequence[Process], count: int, logs: Path) -> dict[str, 
 # Throughput
 
 
-class Chats:
-    """The chats that are sent directly. Implements `Prompts`."""
-
-    def request(self, number: int) -> GenerationSpec:
-        """Return request number 0, 1, …"""
-        return build_spec(
-            user(story(number)),
-            {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True},
-        )
-
-
 async def throughput(
     servers: Sequence[Process], count: int, pairs: int, logs: Path
 ) -> dict[str, Any]:
@@ -380,6 +367,7 @@ async def throughput(
         contextlib.AsyncExitStack() as stack,
     ):
         clients = [await stack.enter_async_context(connect(one)) for one in servers]
+        chats = Chats(story, MAX_TOKENS)
 
         async def through(number: int) -> None:
             async for _ in stream(gateway, number, temperature=0, extra_body={"ignore_eos": True}):
@@ -390,7 +378,7 @@ async def throughput(
             if way == "smg":
                 await crowd(count, through)
             else:
-                await send([Calls(one) for one in clients], Chats(), count, AT_ONCE)
+                await send([Calls(one) for one in clients], chats, count, AT_ONCE)
             if number:
                 rate = count * MAX_TOKENS / (time.perf_counter() - began)
                 turns[way].append({"tokens_per_s": rate})

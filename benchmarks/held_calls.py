@@ -23,7 +23,15 @@ from typing import Any
 from benchmarks.measures import figure
 from benchmarks.models import find_model
 from benchmarks.records import Record
-from benchmarks.rig.measurement import DTYPE, MODELS, NAMED_MODEL, THREADS, Measurement, option
+from benchmarks.rig.measurement import (
+    DTYPE,
+    MODELS,
+    NAMED_MODEL,
+    THREADS,
+    Measurement,
+    option,
+    rotated,
+)
 from benchmarks.rig.stepping import BLOCK, SteppedEngine
 from benchmarks.workloads import Lengths, make_prompts
 from engine.contract.sampling_params import GrammarKind, GrammarParams, SamplingParams
@@ -107,8 +115,7 @@ class Bench:
 
     def pair(self, number: int) -> dict[str, float]:
         """Run two turns with the same prompts and seeds, one of them with constrained streams."""
-        mixes = (0, STREAMS) if number % 2 else (STREAMS, 0)
-        found = {held: self.turn(number, held) for held in mixes}
+        found = {held: self.turn(number, held) for held in rotated((0, STREAMS), number)}
         free, both = found[0], found[STREAMS]
         for index in range(STREAMS):
             count = min(len(free[1][index]), len(both[1][index]))

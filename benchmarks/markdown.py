@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.measures import figure
+
+Row = TypeVar("Row")
 
 
 def table(columns: str | Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -18,6 +20,19 @@ def table(columns: str | Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def columns(rows: Iterable[Row], *those: tuple[str, Callable[[Row], str]]) -> list[str]:
+    """Return the lines of a table; none if it has no rows. those: the columns' titles, and what
+    they have of a row.
+    """
+    cells = [[cell(row) for _, cell in those] for row in rows]
+    return table([title for title, _ in those], cells)
+
+
+def milliseconds(figures: Mapping[str, float], *names: str) -> str:
+    """Return those of these figures, in seconds, that there are, in milliseconds."""
+    return ", ".join(figure(figures[name] * 1e3) for name in names if name in figures)
 
 
 @dataclass(frozen=True, slots=True)

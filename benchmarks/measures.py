@@ -1,15 +1,28 @@
-"""Computes the results of a turn from the times of its tokens, and medians over turns, and formats
-numbers.
+"""Times calls, computes the results of a turn from the times of its tokens, and medians over turns,
+and formats numbers.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 QUANTILES = (50, 90, 99)
+
+
+def seconds_of(
+    call: Callable[[], object], times: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Return how long each of some calls takes by a clock."""
+    found = []
+    for _ in range(times):
+        began = clock()
+        call()
+        found.append(clock() - began)
+    return found
 
 
 def quantile(values: Sequence[float], percent: float) -> float:
@@ -66,15 +79,12 @@ def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(turn[name] for turn in turns) for name in names}
 
 
-def paired_ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the median of the turns' ratios, in which the machine's drift cancels out."""
-    return statistics.median(a / b for a, b in zip(one, other, strict=True))
-
-
 def compared(
     turns: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]], name: str
 ) -> dict[str, Any]:
-    """Return the turns' ratios of a result, "ratios", and their "median"."""
+    """Return the turns' ratios of a result, "ratios", in which the machine's drift cancels out, and
+    their "median".
+    """
     ratios = [one[name] / other[name] for one, other in zip(turns, others, strict=True)]
     return {"ratios": ratios, "median": statistics.median(ratios)}
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 import engine
+from benchmarks.measures import seconds_of
 from benchmarks.models import SHAPES, random_model
 from benchmarks.records import Record
 from benchmarks.rig.measurement import Measurement, option
@@ -28,15 +27,6 @@ _PACKINGS = {
 }
 
 
-def _seconds(turns: int, run: Callable[[], object]) -> list[float]:
-    took = []
-    for _ in range(turns):
-        start = time.perf_counter()
-        run()
-        took.append(time.perf_counter() - start)
-    return took
-
-
 def measure(options: argparse.Namespace, record: Record) -> None:
     """Measure each packing."""
     new = random_model(options.shape, device="cpu", dtype=torch.bfloat16)
@@ -45,14 +35,14 @@ def measure(options: argparse.Namespace, record: Record) -> None:
         new.save_pretrained(folder)
         for packing in options.packings.split(","):
             load = partial(engine.load, folder, **_PACKINGS[packing])  # type: ignore[arg-type]
-            record.put(_seconds(2, load), "packings", packing, "load")
+            record.put(seconds_of(load, 2), "packings", packing, "load")
             loaded = load()
             for what, run in (
                 ("load_weights", partial(loaded.load_weights, state)),
                 ("load_state_dict", partial(loaded.model.load_state_dict, state)),
                 ("look", loaded._verified.refresh),
             ):
-                record.put(_seconds(options.turns, run), "packings", packing, what)
+                record.put(seconds_of(run, options.turns), "packings", packing, what)
 
 
 MEASUREMENT = Measurement(

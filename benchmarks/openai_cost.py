@@ -22,22 +22,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import headrace
-from headrace.options import build_spec
-from headrace.v1 import generation_pb2 as pb
 
 from benchmarks.measures import compared
 from benchmarks.models import DEMO
-from benchmarks.processes import free_port
 from benchmarks.records import Record
-from benchmarks.rig.gateways import smg, stream_chat, with_template
-from benchmarks.rig.load import connect, send
+from benchmarks.rig.gateways import door, smg, stream_chat, with_template
+from benchmarks.rig.load import Chats, connect, send
 from benchmarks.rig.measurement import Measurement, Turns, option, paired
-from benchmarks.rig.serving import BIN, Process, process, serve
+from benchmarks.rig.serving import Process, serve
 
 PROMPT = "Tell me a story about a fox, please."
 NAME = "it"
@@ -59,18 +55,9 @@ class System(Protocol):
         """Run a chat until its first token arrives."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chats:
-    """The chats of a turn. Implements `Prompts`."""
-
-    tokens: int
-
-    def request(self, number: int) -> pb.GenerationSpec:
-        """Return request number 0, 1, …"""
-        return build_spec(
-            [{"role": "user", "content": f"{PROMPT} {number}"}],
-            {"max_tokens": self.tokens, "ignore_eos": True, "temperature": 1.0},
-        )
+def chats(tokens: int) -> Chats:
+    """Return the chats of a turn."""
+    return Chats(lambda number: f"{PROMPT} {number}", tokens, temperature=1.0)
 
 
 class Grpc:
@@ -86,14 +73,14 @@ class Grpc:
 
         async def run() -> int:
             async with connect(self._server) as client, client.session() as session:
-                return (await send([session], Chats(tokens), count, count)).output_tokens
+                return (await send([session], chats(tokens), count, count)).output_tokens
 
         return asyncio.run(run())
 
     def first(self) -> None:
         """Run a chat until its first token arrives."""
         with headrace.Client(self._server.address) as client, client.session() as session:
-            for chunk in session.submit(Chats(2).request(0)):
+            for chunk in session.submit(chats(2).request(0)):
                 if chunk.token_ids:
                     break
 
@@ -101,9 +88,9 @@ class Grpc:
 class Http:
     """The door or smg, with a connection for each chat."""
 
-    def __init__(self, port: int, process: Process | None = None) -> None:
-        self.process = process
-        self._port = port
+    def __init__(self, process: Process) -> None:
+        self.process: Process | None = process
+        self._port = process.port
 
     def chats(self, count: int, tokens: int) -> int:
         """Run this many concurrent chats and return how many tokens arrived."""
@@ -188,21 +175,16 @@ def systems(
     options: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[Process, dict[str, System]]]:
     """Yield the front end, and the systems to compare."""
-    port = free_port()
     with contextlib.ExitStack() as stack:
         flags = ("--served-name", NAME, "--gateway", "--device", "cpu", *options.server)
         front = stack.enter_context(serve(*flags, model=chatting(options.model, folder)))
-        words = [str(BIN / "headrace"), "--target", front.address, "openai"]
-        words += ["--listen", f"127.0.0.1:{port}"]
-        door = stack.enter_context(
-            process(words, folder / "door.log", is_ready=lambda said: "ready: " in said)
-        )
-        found: dict[str, System] = {"grpc": Grpc(front), "door": Http(port, door)}
+        before = stack.enter_context(door(front.address, folder / "door.log"))
+        found: dict[str, System] = {"grpc": Grpc(front), "door": Http(before)}
         if options.smg is not None:
             there = stack.enter_context(
                 smg([front.address], NAME, folder / "smg.log", command=options.smg)
             )
-            found["smg"] = Http(int(there.address.rpartition(":")[2]), there)
+            found["smg"] = Http(there)
         yield front, found
 
 
@@ -220,9 +202,9 @@ def measure(options: argparse.Namespace, record: Record) -> None:
         tempfile.TemporaryDirectory() as folder,
         systems(options, Path(folder)) as (front, there),
     ):
-        door = there["door"].process
-        assert door is not None
-        record.put(door.start_s, "door_start_s")
+        before = there["door"].process
+        assert before is not None
+        record.put(before.start_s, "door_start_s")
         turns = paired(
             tuple(there),
             options.turns,
@@ -246,13 +228,13 @@ def summary(turns: Turns) -> dict[str, float]:
         for each, ones in turns.items()
         for name in ones[0]
     }
-    door = turns["door"]
+    ours = turns["door"]
     for other in (each for each in turns if each != "door"):
         for name in ("cpu_us", "tokens_per_s"):
-            found[f"door / {other}: {name}"] = compared(door, turns[other], name)["median"]
+            found[f"door / {other}: {name}"] = compared(ours, turns[other], name)["median"]
         found[f"door - {other}: first_ms"] = statistics.median(
             one["first_ms"] - beside["first_ms"]
-            for one, beside in zip(door, turns[other], strict=True)
+            for one, beside in zip(ours, turns[other], strict=True)
         )
     return found
 

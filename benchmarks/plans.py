@@ -30,10 +30,10 @@ import headrace
 
 from benchmarks.markdown import cpus, link, memory, span, table
 from benchmarks.models import DEMO, checkpoint, make_random
-from benchmarks.processes import resident
 from benchmarks.records import Record
 from benchmarks.rig.measurement import MODELS, Measurement, option
 from benchmarks.rig.serving import BIN, Process, serve
+from benchmarks.usage import resident
 
 PROMPT, OUTPUT, REQUESTS = 256, 64, 16
 _PROMPTS = 3
@@ -295,7 +295,7 @@ MEASUREMENT = Measurement(
     name="plan",
     about=__doc__,
     measure=measure,
-    table=lambda record: render(record, "plan.json"),
+    render=render,
     options=(option("shape", [], "a row's name; several times: several", action="append"), MODELS),
 )
 

@@ -21,6 +21,8 @@ from typing import Any, Self
 
 import psutil
 
+from benchmarks.usage import resident
+
 ROOT = Path(__file__).resolve().parent.parent
 END_S = 60.0
 ORPHAN_S = 3.0
@@ -222,30 +224,6 @@ def tree(pid: int) -> list[psutil.Process]:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
-
-
-def resident(pid: int) -> tuple[int, int]:
-    """Return a process's current and peak resident memory in bytes; 0 once it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0, 0
-    found = dict.fromkeys(("VmRSS", "VmHWM"), 0)  # a zombie has neither
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name in found:
-            found[name] = int(value.split()[0]) * 1024
-    return found["VmRSS"], found["VmHWM"]
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process, user and system, in nanoseconds' resolution: of all its
-    threads, also of those that have ended.
-
-    Raises:
-        OSError: there is no such process.
-    """
-    return time.clock_gettime((~pid << 3) | 2)  # Linux's clock of a process, CPUCLOCK_SCHED
 
 
 def free_port() -> int:

@@ -1,146 +1,20 @@
-"""The plan of a run, and its record: a JSON object, with a plot next to it."""
+"""Records: JSON objects that say what was measured, when, where and of what."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.floors import Rates, Shape, ideal
 from benchmarks.markdown import outline
-from benchmarks.measures import medians, paired_ratio
-from benchmarks.plot import draw
-from benchmarks.processes import ROOT
-from benchmarks.systems import MAX_REQUESTS, SystemSpec
-from benchmarks.workloads import Lengths, Load, Workload
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A workload, and how its requests arrive."""
-
-    workload: Workload
-    load: Load
-
-    @property
-    def name(self) -> str:
-        """The names of the workload and the load."""
-        return f"{self.workload.name} {self.load.name}"
-
-    def lengths(self) -> list[Lengths]:
-        """Return the lengths of its requests."""
-        return self.workload.lengths(self.load.count(self.workload))
-
-    def most_at_once(self) -> int:
-        """The most requests that a system may have to run at the same time."""
-        return min(MAX_REQUESTS, self.load.concurrency or len(self.lengths()))
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a run measures.
-
-    Attributes:
-        model_name, model: a checkpoint's name and directory.
-        systems: the systems; the others are compared with the first.
-        pythons: the interpreter of each system.
-        peers: the environments of peers.
-        instructions: one of `instructions.ENVIRONMENTS`, used in every process; None for the
-            processor's own.
-        check: how many requests of each system are judged in each case.
-        minutes: no turn is begun after this many minutes.
-        turn_s: the longest turn, in seconds.
-        folder: the folder for logs, and for what adapters make from the model.
-    """
-
-    model_name: str
-    model: Path
-    dtype: str
-    threads: int
-    instructions: str | None
-    cases: list[Case]
-    systems: list[SystemSpec]
-    pythons: dict[str, str]
-    peers: dict[str, Path]
-    turns: int
-    check: int
-    minutes: float | None
-    turn_s: float
-    folder: Path
-
-
-@dataclass(slots=True)
-class Found:
-    """The results of a case so far."""
-
-    case: Case
-    lengths: list[Lengths]
-    turns: dict[str, list[dict[str, float]]]
-    failures: dict[str, str] = field(default_factory=dict)
-    machine: list[dict[str, float]] = field(default_factory=list)
-    last: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    prompts: list[list[int]] = field(default_factory=list)
-
-
-def case_record(
-    found: Found, plan: Plan, shape: Shape, check: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """Return a case in the record's format."""
-    load = found.case.load
-    reference = plan.systems[0].name
-    turns = {name: figures for name, figures in found.turns.items() if figures}
-    rates = medians(found.machine)
-    floor = None
-    if load.rate is None:
-        best = ideal(
-            found.lengths,
-            load.concurrency,
-            shape,
-            plan.dtype,
-            Rates(rates["bandwidth"], rates["matrix"]),
-        )
-        output = sum(one.output for one in found.lengths)
-        floor = {
-            "prefill_s": best.prefill_s,
-            "decode_s": best.decode_s,
-            "steps": best.steps,
-            "output_rate": output / best.total_s,
-        }
-    median = {name: medians(figures) for name, figures in turns.items()}
-    return {
-        "workload": found.case.workload.name,
-        "meaning": found.case.workload.meaning,
-        "load": load.name,
-        "requests": len(found.lengths),
-        "prompt_tokens": sum(one.prompt for one in found.lengths),
-        "output_tokens": sum(one.output for one in found.lengths),
-        "machine": found.machine,
-        "floor": floor,
-        "turns": turns,
-        "median": median,
-        "ratio": {
-            name: paired_ratio(
-                [turn["output_rate"] for turn in turns[reference]][: len(figures)],
-                [turn["output_rate"] for turn in figures],
-            )
-            for name, figures in turns.items()
-            if reference in turns
-        },
-        "of_floor": {}
-        if floor is None
-        else {
-            name: figures["output_rate"] / floor["output_rate"] for name, figures in median.items()
-        },
-        "check": check,
-        "failures": found.failures,
-    }
+from benchmarks.processes import ROOT, SystemFailure
 
 
 class Record:
@@ -165,16 +39,23 @@ class Record:
         options of these names, and the commit.
 
         Raises:
-            ValueError: the file has another format.
+            SystemFailure: the file has another format.
         """
-        found = None if self.path is None else read_record(self.path)
-        if found is None:
-            return True
-        old, new = ({**one, **one.get("options", {})} for one in (found, self.data))
-        if any(old[name] != new[name] for name in same):
-            return False
-        self.data = found
+        found = self._read()
+        if found is not None:
+            old, new = ({**one, **one.get("options", {})} for one in (found, self.data))
+            if any(old[name] != new[name] for name in same):
+                return False
+            self.data = found
         return True
+
+    def go_on(self, **about: Any) -> None:
+        """Take over what its file has besides what this run says of itself. about: more of that.
+
+        Raises:
+            SystemFailure: the file has another format.
+        """
+        self.data = {**(self._read() or {}), **self.data, **about}
 
     def put(self, value: Any, *keys: str) -> None:
         """Put a value in the object that these keys lead to, under the last of them, and save."""
@@ -193,6 +74,17 @@ class Record:
             partial = self.path.with_suffix(".partial")
             partial.write_text(json.dumps(rounded(self.data), indent=1) + "\n")
             partial.replace(self.path)
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            return None if self.path is None else read_record(self.path)
+        except ValueError as error:
+            raise SystemFailure(str(error)) from error
+
+
+def now() -> str:
+    """Return the date and time for a record."""
+    return datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds")
 
 
 def machine_record() -> dict[str, Any]:
@@ -228,13 +120,6 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return found[0].stdout.strip() + ("+" if found[1].stdout.strip() else "")
-
-
-def write_record(record: dict[str, Any], path: Path) -> None:
-    """Write a record as JSON, and its plot next to it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rounded(record), indent=1) + "\n")
-    path.with_suffix(".svg").write_text(draw(record))
 
 
 def rounded(value: Any) -> Any:

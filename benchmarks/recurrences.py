@@ -19,6 +19,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as transformers_o
 
 from benchmarks.instructions import ENVIRONMENTS, limit
 from benchmarks.markdown import table
+from benchmarks.measures import seconds_of
 from benchmarks.records import Record
 from benchmarks.rig.measurement import DTYPE, THREADS, Measurement, option
 from engine.models.recurrence import gated_delta_rule, short_convolution
@@ -33,16 +34,6 @@ CASES = {
     "16 decodes": (1, _DECODED, 16),
 }
 """The number of rows of each request, the position of the first one, and the number of requests."""
-
-
-def best(call: Callable[[], object], times: int) -> float:
-    """Return the least of the processor's seconds of a call."""
-    found = []
-    for _ in range(times):
-        began = time.process_time()
-        call()
-        found.append(time.process_time() - began)
-    return min(found)
 
 
 def contenders(case: str, dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], ...]]:
@@ -99,7 +90,9 @@ def measure(options: argparse.Namespace, record: Record) -> None:
     torch.manual_seed(0)
     for case in CASES:
         for name, calls in contenders(case, getattr(torch, options.dtype)).items():
-            ours, theirs = (1e3 * best(call, options.turns) for call in calls)
+            ours, theirs = (
+                1e3 * min(seconds_of(call, options.turns, time.process_time)) for call in calls
+            )
             record.put({"ours_ms": ours, "transformers_ms": theirs}, name, case)
 
 

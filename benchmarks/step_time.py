@@ -7,10 +7,10 @@
     long    a prompt of 4,096 tokens comes while 8 streams are read: their worst gap until it is in
 
 The engine runs in this thread, one step after the other, on one model; the pace changes from turn
-to turn. Every target has its turn with the same prompts, in alternating order, since a machine's
-speed drifts. Each is compared with the run without a target in the same turn. In W2 the pace of a
-target continues to learn from turn to turn, and turn 0 warms up and does not count. In `long` each
-turn begins with an untrained pace.
+to turn. Every target has its turn with the same prompts, and each turn begins with another one,
+since a machine's speed drifts. Each is compared with the run without a target in the same turn. In
+W2 the pace of a target continues to learn from turn to turn, and turn 0 warms up and does not
+count. In `long` each turn begins with an untrained pace.
 
 The record is written after every turn. `--resume` continues one that was interrupted.
 """
@@ -30,7 +30,14 @@ from benchmarks.adapters.loop import Turn, drive
 from benchmarks.markdown import table
 from benchmarks.measures import figure, quantile, ratio_span, turn_figures
 from benchmarks.records import Record
-from benchmarks.rig.measurement import MODELS, NAMED_MODEL, THREADS, Measurement, option
+from benchmarks.rig.measurement import (
+    MODELS,
+    NAMED_MODEL,
+    THREADS,
+    Measurement,
+    option,
+    rotated,
+)
 from benchmarks.rig.stepping import BLOCK, SteppedEngine
 from benchmarks.workloads import FIRST_TOKEN, WORKLOADS, make_prompts
 from engine.contract.config import CPU_TARGET_STEP_TIME
@@ -125,7 +132,7 @@ def measure(options: argparse.Namespace, record: Record) -> None:
     for turn in range(options.turns + 1):
         targets = [0.0, options.target]
         targets += others if turn <= options.curve_turns else []
-        for target in targets[:: 1 if turn % 2 else -1]:
+        for target in rotated(targets, turn):
             run("W2", target, turn, paces[target], partial(w2_turn, engine, turn))
     for turn in range(1, options.long_turns + 1):
         for target in (0.0, options.target):

@@ -18,15 +18,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
-from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from benchmarks.records import Record
+from benchmarks.rig.load import messages
 from benchmarks.rig.measurement import MODEL, Measurement, option
-from benchmarks.rig.serving import WAIT_S, serve
+from benchmarks.rig.serving import serve
 
 MOST_MERGED = 0.02
 """The largest share of tokens that may arrive in an event with others."""
@@ -40,16 +39,15 @@ PROMPTS = (
 )
 
 
-def commands(kind: str, requests: int, tokens: int, run: int) -> Iterator[rpc.StreamResultRequest]:
-    """Return the commands that add the session's requests."""
+def specs(kind: str, requests: int, tokens: int, run: int) -> Iterator[pb.GenerationSpec]:
+    """Yield the session's requests."""
     for index in range(requests):
-        spec = pb.GenerationSpec(
+        yield pb.GenerationSpec(
             request_id=f"{run:016x}{index:016x}",
             text=pb.TextInput(text=PROMPTS[index % len(PROMPTS)]),
             stop=pb.StopOptions(max_tokens=tokens, ignore_eos=True),
             output=pb.OutputOptions(omit_text=kind == "ids"),
         )
-        yield rpc.StreamResultRequest(command_id=index + 1, add=rpc.AddCommand(spec=spec))
 
 
 def add_fields(counted: Counter[str], path: str, message: Message) -> None:
@@ -93,10 +91,8 @@ def add_message(counted: Counter[str], message: rpc.StreamResultResponse) -> Non
 def measure(address: str, kind: str, requests: int, tokens: int, run: int) -> Counter[str]:
     """Measure one session."""
     counted: Counter[str] = Counter()
-    with grpc.insecure_channel(address) as channel:
-        sent = commands(kind, requests, tokens, run)
-        for message in GenerationServiceStub(channel).StreamResult(sent, timeout=WAIT_S):
-            add_message(counted, message)
+    for message in messages(address, specs(kind, requests, tokens, run)):
+        add_message(counted, message)
     if counted["tokens"] != requests * tokens or counted["finished events"] != requests:
         raise RuntimeError(f"{counted['tokens']} tokens came, not {requests} times {tokens}")
     return counted

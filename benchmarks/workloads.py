@@ -81,11 +81,15 @@ class Load:
         return times
 
 
+AT_ONCE = Load()
+"""All requests arrive at the start."""
+
+
 def parse_load(text: str) -> Load:
     """Parse `all`, `closed:N` or `poisson:RATE`. Raises ValueError."""
     kind, _, number = text.partition(":")
     if kind == "all" and not number:
-        return Load()
+        return AT_ONCE
     try:
         if kind == "closed" and 1 <= int(number) <= 4096:
             return Load(concurrency=int(number))

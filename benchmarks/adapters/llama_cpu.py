@@ -13,7 +13,6 @@ context.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import json
 import sys
 import time
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adapters.loop import Turn, drive, main
+from benchmarks.adapters.loop import Turn, drive, main, versions
 
 BATCH_TOKENS = 1024
 """The most tokens in one decode call."""
@@ -91,9 +90,7 @@ class LlamaCpp:
                 "file_bytes": path.stat().st_size,
                 "built_for": llama_cpp.llama_print_system_info().decode(),
             },
-            "versions": {
-                "llama-cpp-python": importlib.metadata.version("llama-cpp-python"),
-            },
+            "versions": versions("llama-cpp-python"),
         }
 
     def run(self, turn: Turn) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 
 from benchmarks.adapters.loop import Turn, main
 from benchmarks.instructions import limit
+from benchmarks.measures import seconds_of
 from engine.models.formats.native import Native, native_library
 from engine.native.library import NativeUnavailableError
 
@@ -160,12 +160,7 @@ def _event_s(work: Callable[[], Any]) -> float:
 
 
 def _best_s(work: Callable[[], Any], tries: int = 6) -> float:
-    found = []
-    for _ in range(tries):
-        started = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - started)
-    return min(found)
+    return min(seconds_of(work, tries))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ the order's. Others are settings of its scheduler.
 
 from __future__ import annotations
 
-import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adapters.loop import Turn, drive, main
+from benchmarks.adapters.loop import Turn, drive, main, versions
 
 PRECISIONS = {"bfloat16": ("fp16", "bf16"), "float32": ("fp32", "f32")}
 """The precisions of the exported weights, and of the computation and the KV cache."""
@@ -80,9 +79,7 @@ class OpenVino:
         return {
             "prepared_s": prepared_s,
             "settings": {**settings, **properties, "weights": weights},
-            "versions": {
-                name: importlib.metadata.version(name) for name in ("openvino", "openvino-genai")
-            },
+            "versions": versions("openvino", "openvino-genai"),
         }
 
     def run(self, turn: Turn) -> None:

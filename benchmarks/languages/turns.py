@@ -1,24 +1,33 @@
-"""Runs servers and load programs as processes, each on one core, and measures their turns.
+"""Runs servers and load programs as processes, each on one core, measures their turns, and writes
+the tables in docs/clients.md.
 
 CPU time is that of a process with all its threads. Memory is the process's high-water mark.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import shutil
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.languages.rows import Row
-from benchmarks.measures import compared
-from benchmarks.processes import Program, SystemFailure, cpu_seconds
-from benchmarks.rig.measurement import Turns, paired
+import benchmarks.languages
+from benchmarks.languages.rows import ROWS, Row
+from benchmarks.markdown import columns, cpus, link
+from benchmarks.measures import compared, figure
+from benchmarks.processes import Program, SystemFailure
+from benchmarks.records import Record
+from benchmarks.rig.measurement import Measurement, Turns, option, paired
 from benchmarks.rig.serving import Process, scripted, serve
+from benchmarks.usage import cpu_seconds
 
 _SERVER_CORE, _CLIENT_CORE = 0, 1
 _TURN_S = 120.0
@@ -114,8 +123,8 @@ def _turn(case: Case, program: Program, server: Process) -> dict[str, float]:
 def figures(case: Case, played: Turns, peaks: Mapping[str, int]) -> dict[str, Any]:
     """Summarise the turns of each language. peaks: their peak memory in bytes."""
 
-    def median(name: str, figure: str) -> float:
-        return statistics.median(turn[figure] for turn in played[name])
+    def median(name: str, what: str) -> float:
+        return statistics.median(turn[what] for turn in played[name])
 
     fastest = played[min(played, key=lambda name: median(name, "seconds"))]
     return {
@@ -142,3 +151,91 @@ def _server(case: Case) -> AbstractContextManager[Process]:
         return serve("--in-process", on_socket=True, prefix=prefix)
     requests = case.sessions * case.requests
     return scripted("together", requests, case.tokens, case.per_second, prefix=prefix)
+
+
+def measure(options: argparse.Namespace, record: Record) -> None:
+    """Build the load programs and run the cases."""
+    if shutil.which("taskset") is None or len(os.sched_getaffinity(0)) < 2:
+        raise SystemFailure("needs taskset and two CPUs: the server has one, the client the other")
+    rows = []
+    for row in ROWS:
+        if row.name not in options.language:
+            continue
+        if missing := row.missing():
+            sys.stderr.write(f"{row.title} is left out: {', '.join(missing)} is not here\n")
+            continue
+        row.make()
+        rows.append(row)
+    cases: list[dict[str, Any]] = []
+    for case in CASES:
+        if case.name in options.case:
+            cases.append(measure_case(case, rows, options.turns))
+            record.put(cases, "cases")
+
+
+# ---- the tables ----------------------------------------------------------------------------------
+
+
+def render(record: Mapping[str, Any], name: str) -> str:
+    """Return the block's text."""
+    cases = {case["name"]: case for case in record["cases"]}
+    parts = [
+        f"{record['date'][:10]}, commit {record['commit']}, {cpus(record)}, load average "
+        f"{record['load_average'][0]:.1f} before. {link(name)}",
+        *(_throughput(cases[key]) for key in ("one", "eight") if key in cases),
+        *([_table(cases["paced"], "")] if "paced" in cases else []),
+        *([_throughput(cases["demo"], aims=False)] if "demo" in cases else []),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+Told = tuple[Row, Mapping[str, Any]]
+"""A language, and what was found of it in a case."""
+
+
+def _throughput(case: Mapping[str, Any], *, aims: bool = True) -> str:
+    def share(told: Told) -> str:
+        row, found = told
+        text = f"{found['of_fastest']:.2f}"
+        if aims:
+            text += f" (aim {row.aim:g}{'' if found['of_fastest'] >= row.aim else ', missed'})"
+        return text
+
+    return _table(
+        case,
+        ", as fast as they come" if aims else "",
+        ("tokens/s", lambda told: figure(told[1]["tokens_per_s"])),
+        ("of the fastest", share),
+    )
+
+
+def _table(case: Mapping[str, Any], how: str, *more: tuple[str, Callable[[Told], str]]) -> str:
+    """Return a case's table, the fastest language first. more: columns before the costs."""
+    rows = [(row, case["languages"][row.name]) for row in ROWS if row.name in case["languages"]]
+    rows.sort(key=lambda told: -told[1]["tokens_per_s"])
+    lines = columns(
+        rows,
+        ("", lambda told: told[0].title),
+        *more,
+        ("client, µs CPU a token", lambda told: figure(told[1]["client_us_per_token"])),
+        ("server, µs CPU a token", lambda told: figure(told[1]["server_us_per_token"])),
+        ("client's peak memory", lambda told: f"{told[1]['peak_bytes'] / 2**20:.0f} MiB"),
+    )
+    title = f"{case['meaning'][0].upper()}{case['meaning'][1:]}{how}"
+    return "\n".join([f"**{title}**", "", *lines])
+
+
+_LANGUAGES = [row.name for row in ROWS]
+_CASES = [case.name for case in CASES]
+MEASUREMENT = Measurement(
+    name="languages",
+    about=benchmarks.languages.__doc__ or "",
+    measure=measure,
+    render=render,
+    options=(
+        option("language", _LANGUAGES, nargs="+", choices=_LANGUAGES),
+        option("case", _CASES, nargs="+", choices=_CASES),
+        option("turns", None, "that count, of each case", type=int),
+    ),
+    is_kept=False,
+)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.processes import ROOT, free_port
-from benchmarks.rig.serving import process
+from benchmarks.rig.serving import Process, process
 
 _HERE, _SERVER = "8080", "50051"
 """The ports in each configuration: the proxy's and the server's."""
@@ -100,29 +100,6 @@ ENVOY = Program(
 PROGRAMS = (NGINX, HAPROXY, ENVOY)
 
 
-@dataclass(frozen=True, slots=True)
-class Proxy:
-    """One proxy's process.
-
-    Attributes:
-        program: the proxy program.
-        port: where it listens on 127.0.0.1.
-        process: the process.
-        log_path: its output.
-    """
-
-    program: Program
-    port: int
-    process: subprocess.Popen[bytes]
-    log_path: Path
-
-    def check(self) -> None:
-        """Raise RuntimeError with its output if it has ended."""
-        if self.process.poll() is not None:
-            said = self.log_path.read_text()[-2000:]
-            raise RuntimeError(f"{self.program.title} has ended: {said}")
-
-
 @contextmanager
 def proxy(
     program: Program,
@@ -130,7 +107,7 @@ def proxy(
     upstream: int,
     config: Path | None = None,
     changes: Mapping[str, str] | None = None,
-) -> Iterator[Proxy]:
+) -> Iterator[Process]:
     """Start a proxy in front of a server on a port of 127.0.0.1, and wait until it listens.
 
     Args:
@@ -163,5 +140,5 @@ def proxy(
         return False
 
     command = [program.path, *program.command(folder, written)]
-    with process(command, path, is_ready=listens) as started:
-        yield Proxy(program, port, started.popen, path)
+    with process(command, path, is_ready=listens, address=f"127.0.0.1:{port}") as started:
+        yield started

@@ -1,4 +1,4 @@
-"""smg in front of servers, and what is asked of any door of OpenAI's HTTP API."""
+"""`headrace openai` and smg in front of servers, and what any door of OpenAI's API is asked."""
 
 from __future__ import annotations
 
@@ -29,6 +29,35 @@ def stream_chat(port: int, body: Mapping[str, Any]) -> Generator[bytes, None, No
         if answer.status != 200:
             raise RuntimeError(f"{answer.status}: {answer.read(500)!r}")
         yield from answer
+
+
+@contextmanager
+def door(
+    target: str,
+    log: Path,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    ending: signal.Signals = signal.SIGTERM,
+) -> Iterator[Process]:
+    """Run `headrace openai` in front of a server during the block.
+
+    Args:
+        target: the server.
+        log: the file for its output.
+        flags: more of its flags.
+        environment, ending: as of `process`.
+    """
+    address = f"127.0.0.1:{free_port()}"
+    words = [str(BIN / "headrace"), "--target", target, "openai", "--listen", address, *flags]
+    with process(
+        words,
+        log,
+        is_ready=lambda said: "ready: " in said,
+        address=address,
+        environment=environment,
+        ending=ending,
+    ) as started:
+        yield started
 
 
 @contextmanager

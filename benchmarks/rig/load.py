@@ -6,17 +6,28 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, cast
 
+import grpc
 import headrace
 from headrace.async_session import AsyncSession
 from headrace.cli.bench.load import Load, LoadRun
 from headrace.cli.bench.measures import Tally
 from headrace.cli.bench.prompts import Lengths, Prompts
 from headrace.options import build_spec
+from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_pb2 import GenerationSpec
+from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from benchmarks.rig.serving import WAIT_S, Process
 
@@ -43,6 +54,28 @@ class Stories:
         return build_spec(
             f"Story {self.seed}, {number} of a river and a mill. Once upon a time",
             {"max_tokens": self.output.draw(chance), "temperature": 0.0, "ignore_eos": True},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chats:
+    """Chats of one message, each to its full length. Implements `Prompts`.
+
+    Attributes:
+        text: returns the message of number 0, 1, …
+        tokens: the tokens of each answer.
+        temperature: 0 for greedy answers.
+    """
+
+    text: Callable[[int], str]
+    tokens: int
+    temperature: float = 0.0
+
+    def request(self, number: int) -> GenerationSpec:
+        """Return request number 0, 1, …"""
+        return build_spec(
+            [{"role": "user", "content": self.text(number)}],
+            {"max_tokens": self.tokens, "ignore_eos": True, "temperature": self.temperature},
         )
 
 
@@ -129,6 +162,16 @@ async def play(
 
         replies = await asyncio.gather(*map(ask, specs))
         return replies, (await client.control.statistics()).engine.steps - before
+
+
+def messages(address: str, specs: Iterable[GenerationSpec]) -> Iterator[rpc.StreamResultResponse]:
+    """Add requests on one session, and yield the server's messages as they are."""
+    commands = (
+        rpc.StreamResultRequest(command_id=number, add=rpc.AddCommand(spec=spec))
+        for number, spec in enumerate(specs, 1)
+    )
+    with grpc.insecure_channel(address) as channel:
+        yield from GenerationServiceStub(channel).StreamResult(commands, timeout=WAIT_S)
 
 
 @contextlib.asynccontextmanager

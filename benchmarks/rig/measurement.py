@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import signal
 import sys
@@ -17,11 +16,11 @@ from benchmarks.adapters.loop import versions
 from benchmarks.measures import figure
 from benchmarks.models import CACHE, DEMO, SHAPES
 from benchmarks.processes import ROOT, SystemFailure
-from benchmarks.records import Record, commit, machine_record
+from benchmarks.records import Record, commit, machine_record, now
 
 RESULTS = ROOT / "benchmarks" / "results"
 _PACKAGES = ("headrace-server", "grpcio", "protobuf", "torch", "transformers")
-_NOT_TOLD = ("output", "cache", "quick", "resume")
+_NOT_TOLD = ("command", "list", "output", "cache", "quick", "resume")
 System = TypeVar("System")
 Turns = dict[str, list[Mapping[str, float]]]
 """The figures of each system's turns."""
@@ -69,8 +68,10 @@ class Measurement:
         file: the name of the record's file in benchmarks/results; empty: the kind's.
         about: a description, whose first line the help has.
         measure: measures; it is given the options, and the record to put results in.
-        table: returns a record as Markdown; None: what is put in the record is printed instead.
-        options: its options.
+        table: returns a record as Markdown.
+        render: the same for a document, given the name of the record's file. If there is neither,
+            what is put in the record is printed instead.
+        options: its options. One of the name "output" replaces the usual one.
         quick: the values of options with --quick, for a look; empty: there is no such option.
         packages: whose versions the record has, besides the usual ones.
         is_kept: whether the record is written to its own file if --output names none.
@@ -83,34 +84,46 @@ class Measurement:
     measure: Callable[[argparse.Namespace, Record], None]
     file: str = ""
     table: Callable[[Mapping[str, Any]], str] | None = None
+    render: Callable[[Mapping[str, Any], str], str] | None = None
     options: Sequence[Option] = ()
     quick: Mapping[str, Any] = field(default_factory=dict)
     packages: Sequence[str] = ()
     is_kept: bool = True
     resumes: Sequence[str] = ()
 
-    def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse the options. words: None for those of this process."""
-        parser = argparse.ArgumentParser(description=self.about.splitlines()[0])
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add its options to a command."""
         add_options(parser, self.options)
-        default = RESULTS / (self.file or f"{self.name}.json") if self.is_kept else None
-        parser.add_argument("--output", type=Path, default=default, help="the record's file")
+        if not any(one.name == "output" for one in self.options):
+            default = RESULTS / self._file if self.is_kept else None
+            parser.add_argument("--output", type=Path, default=default, help="the record's file")
         if self.quick:
             parser.add_argument("--quick", action="store_true", help="a little of it, for a look")
         if self.resumes:
             parser.add_argument("--resume", action="store_true", help="go on with the record")
+
+    def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse the options. words: None for those of this process."""
+        parser = argparse.ArgumentParser(description=self.about.splitlines()[0])
+        self.add_options(parser)
         found = parser.parse_args(words)
         for name, value in self.quick.items() if self.quick and found.quick else ():
             setattr(found, name, value)
         return found
 
     def run(self, words: Sequence[str] | None = None) -> Mapping[str, Any]:
-        """Run the command. Returns the record's content. Ends the process if a system fails."""
-        options, began = self.parse(words), time.monotonic()
+        """Run it as a command of its own. Returns the record's content. Ends the process if a
+        system fails.
+        """
         if words is None:  # else the signals are the caller's
             end_by_signals()
+        return self.carry_out(self.parse(words))
+
+    def carry_out(self, options: argparse.Namespace) -> Mapping[str, Any]:
+        """Measure. Returns the record's content. Ends the process if a system fails."""
+        began = time.monotonic()
         about = {
-            "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+            "date": now(),
             "commit": commit(),
             "machine": machine_record(),
             "load_average": list(os.getloadavg()),
@@ -119,7 +132,8 @@ class Measurement:
                 name: _told(value) for name, value in vars(options).items() if name not in _NOT_TOLD
             },
         }
-        record = Record(options.output, self.name, about, is_told=self.table is None)
+        is_told = self.table is None and self.render is None
+        record = Record(options.output, self.name, about, is_told=is_told)
         if self.resumes and options.resume and not record.resume(self.resumes):
             sys.exit(f"{record.path} is of another commit, or of other options")
         try:
@@ -128,10 +142,17 @@ class Measurement:
             sys.exit(f"{self.name}: {failure}")
         if self.table is not None:
             print(f"\n{self.table(record.data)}\n")
+        if self.render is not None:
+            name = self._file if record.path is None else record.path.name
+            print(f"\n{self.render(record.data, name)}\n")
         record.save()
         if record.path is not None:
             print(f"written to {record.path}; {time.monotonic() - began:.0f} s")
         return record.data
+
+    @property
+    def _file(self) -> str:
+        return self.file or f"{self.name}.json"
 
 
 def in_turns(systems: Sequence[System], count: int) -> Iterator[tuple[int, System]]:
@@ -139,8 +160,13 @@ def in_turns(systems: Sequence[System], count: int) -> Iterator[tuple[int, Syste
     Each turn begins with another system, since a machine's speed drifts.
     """
     for number in range(count + 1):
-        shift = number % len(systems)
-        yield from ((number, one) for one in (*systems[shift:], *systems[:shift]))
+        yield from ((number, one) for one in rotated(systems, number))
+
+
+def rotated(systems: Sequence[System], number: int) -> Sequence[System]:
+    """Return the order in which systems have the turn of this number."""
+    shift = number % len(systems)
+    return (*systems[shift:], *systems[:shift])
 
 
 def paired(

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from benchmarks.instructions import ENVIRONMENTS
 from benchmarks.models import DEMO
-from benchmarks.processes import ROOT, SystemFailure, cpu_seconds, free_port, resident, tree
+from benchmarks.processes import ROOT, SystemFailure, free_port, tree
+from benchmarks.usage import cpu_seconds, resident
 
 WAIT_S = 300.0
 """The limit of each wait; whatever takes longer is stuck."""
@@ -55,6 +56,25 @@ class Process:
         """The process id."""
         return self.popen.pid
 
+    @property
+    def port(self) -> int:
+        """The port of its address."""
+        return int(self.address.rpartition(":")[2])
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is running."""
+        return self.popen.poll() is None
+
+    def said(self) -> str:
+        """Return its output so far."""
+        return self.log.read_text(errors="replace")
+
+    def check(self) -> None:
+        """Raise SystemFailure, with the end of its output, if it has ended."""
+        if not self.is_alive:
+            raise SystemFailure(f"{self.log.stem} has ended:\n{self.said()[-2000:]}")
+
     def cpu_s(self) -> float:
         """Return its CPU time, without that of its children."""
         return cpu_seconds(self.pid)
@@ -62,6 +82,10 @@ class Process:
     def resident_mib(self) -> float:
         """Return its resident memory in MiB."""
         return resident(self.pid)[0] / 2**20
+
+    def peak_bytes(self) -> int:
+        """Return its peak resident memory."""
+        return resident(self.pid)[1]
 
     def memory(self) -> dict[str, int]:
         """Return the resident bytes of a server's front end and of its engine, its only child."""

@@ -91,7 +91,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     about = {"date": "2026-11-23T10:00:00", "commit": "abc"}
     record = Record(arguments.output, "decoder", about)
-    decoder.measure_families(decoder.Bench(arguments, record), "families")
+    decoder.Comparison(arguments, record).measure("families")
     return record.data
 
 

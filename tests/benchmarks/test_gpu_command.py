@@ -5,6 +5,8 @@ the end runs the real ones on a CPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import shutil
 import subprocess
@@ -17,13 +19,14 @@ import pytest
 
 from benchmarks.adapters.loop import Turn
 from benchmarks.gpu import checking, command, parts
-from benchmarks.gpu.record import Provenance, Record, record_name
-from benchmarks.gpu.session import GPU_SIZES, Engine
+from benchmarks.gpu.record import Part, record_name
+from benchmarks.gpu.sizes import GPU_SIZES, SMOKE_BATCHES, smoke_sizes
 from benchmarks.gpu.tables import NO_GPU, render_part
 from benchmarks.processes import ROOT
-from benchmarks.records import FORMAT, read_record
+from benchmarks.records import FORMAT, Record, read_record
 from benchmarks.report import render
-from benchmarks.rig.measurement import add_options
+from benchmarks.rig import bench, systems
+from benchmarks.systems import SystemSpec
 from tests.gpu import checks
 
 FAKES = '''
@@ -81,7 +84,7 @@ class Judge:
         return {}
 
     def run(self, turn):
-        found = {"best": 12, "near": 12, "worst_gap": 0.5}
+        found = {"best": 12, "near": 12, "distinct": 1, "worst_gap": 0.5}
         return [{**found, "tokens": len(one["tokens"])} for one in turn.requests]
 
 
@@ -95,26 +98,28 @@ def _fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("machine", "checks", "engine", "judge"):
         (tmp_path / f"fake_{name}.py").write_text(FAKES)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    monkeypatch.setattr(command, "MACHINE", "fake_machine")
+    monkeypatch.setattr(systems, "MACHINE", "fake_machine")
     monkeypatch.setattr(checking, "MODULE", "fake_checks")
-    monkeypatch.setattr(parts, "JUDGE", "fake_judge")
-    monkeypatch.setattr(parts, "ENGINE", Engine("headrace", "fake_engine"))
+    monkeypatch.setattr(bench, "JUDGE", "fake_judge")
+    monkeypatch.setattr(parts, "ENGINE", SystemSpec("headrace", "fake_engine"))
 
 
 def run(folder: Path, *words: str) -> tuple[bool, dict[str, Any], list[str]]:
     """Whether it failed, the record, what it said."""
-    parser = argparse.ArgumentParser()
-    add_options(parser, command.OPTIONS)
-    arguments = parser.parse_args(
+    parser, said, has_failed = argparse.ArgumentParser(), io.StringIO(), False
+    command.MEASUREMENT.add_options(parser)
+    options = parser.parse_args(
         ["--device", "cpu", "--output", str(folder), "--cache", str(folder / "cache"),
          "--commit", "abc1234", *words]
     )  # fmt: skip
-    said: list[str] = []
-    names, sizes = command._names(arguments), command._sizes(arguments)
-    has_failed = command.Run(arguments, names, sizes, said.append).run()
+    with contextlib.redirect_stdout(said):
+        try:
+            command.MEASUREMENT.carry_out(options)
+        except SystemExit:
+            has_failed = True
     record = read_record(folder / "gpu-command-on-a-cpu.json")
     assert record is not None
-    return has_failed, record, said
+    return has_failed, record, said.getvalue().splitlines()
 
 
 KEYS = [
@@ -219,8 +224,8 @@ def test_what_the_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_smoke_is_short_and_says_what_a_step_launches(tmp_path: Path) -> None:
-    assert parts.smoke_sizes(GPU_SIZES).batches == parts.SMOKE_BATCHES
-    assert parts.smoke_sizes(GPU_SIZES).profiled == parts.SMOKE_BATCHES
+    assert smoke_sizes(GPU_SIZES).batches == SMOKE_BATCHES
+    assert smoke_sizes(GPU_SIZES).profiled == SMOKE_BATCHES
     assert parts.MEASURING["smoke"].most_s == 240.0
     _, record, _ = run(tmp_path, "--part", "smoke")
     part = record["parts"]["smoke"]
@@ -248,7 +253,7 @@ def test_systems_are_compared_in_paired_turns_and_one_that_fails_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def variant(name: str, **options: object) -> parts.Variant:
-        return parts.Variant(Engine(name, "fake_engine", options))
+        return parts.Variant(SystemSpec(name, "fake_engine", options=options))
 
     monkeypatch.setattr(
         parts,
@@ -257,7 +262,7 @@ def test_systems_are_compared_in_paired_turns_and_one_that_fails_is_left_out(
             variant("no room", fails=True),
             variant("dies", dies=True),
             variant("slower", slow=4),
-            parts.Variant(Engine("graphs", "fake_engine"), only_on_gpu=True),
+            parts.Variant(SystemSpec("graphs", "fake_engine"), only_on_gpu=True),
         ),
     )
     has_failed, record, _ = run(tmp_path, "--part", "options")
@@ -278,22 +283,22 @@ def test_what_is_measured_is_kept_when_time_is_over_and_taken_up_again(
 ) -> None:
     words = ("--part", "decode-8b")
     run(tmp_path, "--part", "checks")
-    kept = parts._measure
+    kept = parts.Session.measure
 
-    def once(session: Any, *rest: Any, **more: Any) -> Any:
-        found = kept(session, *rest, **more)
-        session._deadline = 0.0
+    def once(session: parts.Session, *rest: Any) -> Any:
+        found = kept(session, *rest)
+        session.bench.time = bench.TimeLimit(0.0, command.LEAST_S)
         return found
 
-    monkeypatch.setattr(parts, "_measure", once)
+    monkeypatch.setattr(parts.Session, "measure", once)
     _, record, said = run(tmp_path, *words)
     part = record["parts"]["decode-8b"]
     assert part["state"] == "out of time"
     assert [row["key"] for row in part["rows"]] == ["decode at 1"]
-    assert part["left_out"] == ["headrace: out of time (8 minutes)"]
-    assert "Its time was over" in said[-1]
+    assert part["left_out"] == ["decode at 1, sampled: out of time (8 minutes)"]
+    assert any("Its time was over" in line for line in said)
     before = part["rows"][0]
-    monkeypatch.setattr(parts, "_measure", kept)
+    monkeypatch.setattr(parts.Session, "measure", kept)
     _, record, _ = run(tmp_path, *words, "--resume")
     part = record["parts"]["decode-8b"]
     assert part["state"] == "complete"
@@ -312,6 +317,7 @@ def test_the_record_is_saved_with_every_turn(
 
     def watch(record: Record) -> None:
         save(record)
+        assert record.path is not None
         part = json.loads(record.path.read_text())["parts"].get("decode-8b", {"rows": []})
         saved.extend(
             (row["key"], len(row.get("turns", [])), "partial" in row) for row in part["rows"][-1:]
@@ -326,21 +332,24 @@ def test_the_record_is_saved_with_every_turn(
     ]
 
 
-def test_a_dirty_tree_and_other_versions_are_not_taken_up(tmp_path: Path) -> None:
-    device = {"name": "NVIDIA H100 80GB HBM3", "type": "cuda"}
+def test_a_dirty_tree_and_other_versions_are_not_taken_up() -> None:
+    record = Record(None, "gpu", {"date": "2026-11-29", "parts": {}})
+
+    def part(commit: str | None, torch: str = "2.11.0", model: str = "m") -> Part:
+        return Part(record, "floors", {"commit": commit, "versions": torch, "model": model})
+
     for commit, other, is_current in (
         ("abc", "abc", True),
         ("abc+", "abc+", False),
         (None, None, False),
         ("abc", "def", False),
     ):
-        record = Record(tmp_path, device, Provenance(commit, {"torch": "2.11.0"}))
-        record.begin("floors", {"model": "m"}, resume=False)
-        again = Record(tmp_path, device, Provenance(other, {"torch": "2.11.0"}))
-        assert again.is_current("floors", {"model": "m"}) is is_current
-        assert not again.is_current("floors", {"model": "n"})
-    newer = Record(tmp_path, device, Provenance("abc", {"torch": "2.12.0"}))
-    assert not newer.is_current("floors")
+        part(commit).begin(resume=False)
+        assert part(other).is_current() is is_current
+        assert not part(other, model="n").is_current()
+    part("abc").begin(resume=False)
+    assert not part("abc", torch="2.12.0").is_current()
+    device = {"name": "NVIDIA H100 80GB HBM3", "type": "cuda"}
     assert record_name(device) == "gpu-nvidia-h100-80gb-hbm3.json"
     assert record_name({"name": "x", "type": "cpu"}) == "gpu-command-on-a-cpu.json"
 

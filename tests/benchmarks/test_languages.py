@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.languages.document import render
 from benchmarks.languages.rows import ROWS, Row
-from benchmarks.languages.turns import CASES, Case, figures
-from benchmarks.processes import ROOT, Program, SystemFailure, cpu_seconds
+from benchmarks.languages.turns import CASES, Case, figures, render
+from benchmarks.processes import ROOT, Program, SystemFailure
+from benchmarks.usage import cpu_seconds
 from tests.clients.python.scripted import ScriptedServer
 
 CASE = Case("one", "2 requests on one session", 1, 2, 500, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.measures import medians, paired_ratio, quantile, turn_figures
+from benchmarks.measures import medians, quantile, turn_figures
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,3 @@ def test_requests_of_one_token_have_no_time_between_tokens() -> None:
 def test_medians_are_taken_figure_by_figure() -> None:
     turns = [{"a": 1.0, "b": 9.0}, {"a": 5.0, "b": 1.0}, {"a": 2.0, "b": 2.0}]
     assert medians(turns) == {"a": 2.0, "b": 2.0}
-
-
-def test_a_paired_ratio_does_not_see_what_slows_both() -> None:
-    assert paired_ratio([10.0, 2.0, 6.0], [5.0, 1.0, 3.0]) == 2.0

@@ -11,10 +11,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.proxies.__main__ import MEASUREMENT, PINGS_S, everything, server, way
 from benchmarks.proxies.calls import CALLS, SITUATIONS, Situation, Tried
-from benchmarks.proxies.document import PINGED, render
 from benchmarks.proxies.running import ENVOY, HAPROXY, NGINX, PROGRAMS, Program
+from benchmarks.proxies.trying import (
+    MEASUREMENT,
+    PINGED,
+    PINGS_S,
+    everything,
+    render,
+    server,
+    way,
+)
 
 EACH = [
     pytest.param(

@@ -137,7 +137,7 @@ def test_an_aim_that_is_missed_is_told() -> None:
     assert aims([]) == ""
 
 
-def test_ratios_are_of_the_same_turn() -> None:
+def test_ratios_are_of_the_same_turn_and_do_not_see_what_slows_both() -> None:
     found = compared([{"x": 2.0}, {"x": 30.0}], [{"x": 1.0}, {"x": 10.0}], "x")
     assert found == {"ratios": [2.0, 3.0], "median": 2.5}
     assert ratio_span(found["ratios"], ".1f") == "2.5 (2.0–3.0)"

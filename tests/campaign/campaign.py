@@ -67,9 +67,9 @@ class Campaign:
         """Run a part. Returns the broken promises: what was found first, by "part/row".
 
         Raises:
-            SystemFailure: a server did not start, or an attacker failed by itself.
+            SystemFailure: a server did not start, an attacker failed by itself, or the file of the
+                records has another format.
             WitnessError: a server cannot be witnessed.
-            ValueError: the file of the records has another format.
         """
         plan = self._plan
         record = Record(plan.path)

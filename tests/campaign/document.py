@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import table
 from benchmarks.processes import ROOT
 from tests.campaign.campaign import RESULTS
 from tests.campaign.parts import Part
@@ -76,7 +77,7 @@ def update(path: Path, *, check: bool) -> bool:
         check: only check, without writing.
 
     Raises:
-        ValueError: the file has another format.
+        SystemFailure: the file has another format.
     """
     text = render(PROMISES.read_text(), list(PARTS.values()), Record(path).parts)
     old = DOCUMENT.read_text() if DOCUMENT.exists() else ""
@@ -94,12 +95,7 @@ def render(promises: str, parts: Sequence[Part], records: Records) -> str:
 
 
 def _by_promise(promises: str, records: Records) -> str:
-    lines = [
-        "## By promise",
-        "",
-        "| # | promise | tried, by part | how often | not as promised |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for number, text in _PROMISE.findall(promises):
         tried, count, wrong = [], 0, []
         for name, (run, *_) in records.items():
@@ -111,8 +107,9 @@ def _by_promise(promises: str, records: Records) -> str:
             wrong += [f"{name}/{key}" for key, row in rows.items() if is_wrong(row)]
         what = _LINK.sub("", text).partition(". ")[0].rstrip(".")
         told = ", ".join(tried) or "not tried"
-        lines.append(f"| {number} | {what} | {told} | {count:,} | {', '.join(wrong) or '—'} |")
-    return "\n".join(lines) + "\n"
+        lines.append([number, what, told, f"{count:,}", ", ".join(wrong) or "—"])
+    head = "# | promise | tried, by part | how often | not as promised"
+    return "\n".join(["## By promise", "", *table(head, lines)]) + "\n"
 
 
 def _part(part: Part, runs: Sequence[Run]) -> str:

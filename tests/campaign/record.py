@@ -5,15 +5,14 @@ A run that is stopped loses only the current row.
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import FORMAT, commit, machine_record, read_record, rounded
+from benchmarks import records
+from benchmarks.adapters.loop import versions
+from benchmarks.records import commit, machine_record, now
 from tests.campaign.parts import Tried
 
 RUNS_KEPT = 2
@@ -34,15 +33,15 @@ class Record:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the file, if there is one. Raises ValueError if its format is different."""
-        self._path = path
-        found = read_record(path)
-        self.parts: dict[str, list[Run]] = {} if found is None else found["parts"]
+        """Read the file, if there is one. Raises SystemFailure if its format is different."""
+        self._record = records.Record(path, "trust", {})
+        self._record.go_on()
+        self.parts: dict[str, list[Run]] = self._record.data.setdefault("parts", {})
 
     def begin(self, part: str, *, seed: int, is_cut: bool, again: bool) -> Run:
         """Begin a run of a part, or resume the recorded one. `again`: try all of it once more."""
-        now, runs = commit(), self.parts.get(part, [])
-        same = (seed, is_cut, now)
+        sources, runs = commit(), self.parts.get(part, [])
+        same = (seed, is_cut, sources)
         known = [one for one in runs if (one["seed"], one["is_cut"], one["commit"]) == same]
         if known and not again:
             run = known[0]
@@ -51,11 +50,11 @@ class Record:
                 "seed": seed,
                 "is_cut": is_cut,
                 "date": "",
-                "commit": now,
+                "commit": sources,
                 "seconds": 0.0,
                 "is_whole": False,
                 "machine": machine_record(),
-                "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+                "versions": versions(*PACKAGES),
                 "calm": None,
                 "rows": {},
             }
@@ -71,12 +70,8 @@ class Record:
 
     def write(self, run: Run) -> None:
         """Write the file, of which a run has changed."""
-        run["date"] = datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds")
-        data = {"format": FORMAT, "parts": self.parts}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(rounded(data), indent=1) + "\n")
-        partial.replace(self._path)
+        run["date"] = now()
+        self._record.save()
 
 
 def is_wrong(row: Mapping[str, Any]) -> bool:

@@ -18,9 +18,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from benchmarks.processes import ROOT
+from benchmarks.usage import resident
 from engine.contract.errors import QueueFullError
 from engine.contract.request import GenerationRequest
-from tests.campaign.witness.memory import Watched, resident
+from tests.campaign.witness.memory import Watched
 from tests.campaign.witness.probes import TICK_S
 from tests.campaign.witness.process import Witness
 from tests.campaign.witness.report import Memory, Report, Timer, Waits, Watch, WitnessError

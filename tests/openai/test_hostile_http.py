@@ -24,7 +24,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.models import DEMO
-from tests.campaign.door.attacks import ATTACKS, Door, Neighbour, attacked
+from benchmarks.rig.serving import Process
+from tests.campaign.door.attacks import ATTACKS, Neighbour, attacked, open_door
 from tests.campaign.door.part import DOOR_BYTES
 from tests.campaign.hostile.server import OPERATOR, WITNESS, Server
 from tests.service.real_server import RealServer, real_server
@@ -38,7 +39,7 @@ SECRET = "sk-hostile-5ec3e7"
 
 class There(NamedTuple):
     server: RealServer
-    door: Door
+    door: Process
 
 
 class Answer(NamedTuple):
@@ -60,9 +61,9 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[There]:
     folder = tmp_path_factory.mktemp("door")
     with real_server("--dtype", "float32", "--listen", "127.0.0.1:0") as server:
         server.wait_until_ready()
-        with closing(Door(server.addresses[0], folder)) as door:
+        with open_door(server.addresses[0], folder) as door:
             yield There(server, door)
-            said = door.log().splitlines()
+            said = door.said().splitlines()
             assert len(said) == 1, said  # that it is ready: no input is a line of the log
 
 
@@ -277,7 +278,7 @@ def test_a_page_may_not_ask(port: int, origin: str) -> None:
 def test_a_token_in_the_address_is_refused_and_in_no_log(there: There, name: str) -> None:
     found = get(there.door.port, HERE, target=f"/v1/models?x=1&{name}={SECRET}")
     assert (found.status, found.code) == (400, "token_in_url")
-    assert SECRET not in found.head + found.body.decode() + there.door.log() + there.server.said
+    assert SECRET not in found.head + found.body.decode() + there.door.said() + there.server.said
 
 
 @pytest.mark.parametrize("token", ["a" * (1 << 20), "a" * 9000, "é", "a\tb"])
@@ -463,14 +464,14 @@ def test_an_attack_leaves_the_door_and_its_neighbours_as_they_were(there: There,
     assert neighbour.answers > 0
     assert not neighbour.wrong
     assert chat(port).status == 200
-    assert there.door.peak_bytes <= DOOR_BYTES
+    assert there.door.peak_bytes() <= DOOR_BYTES
 
 
 def test_a_reader_who_stops_for_long_is_told_so(tmp_path: Path) -> None:
     held = ("--max-hold", "1", "--max-unread-tokens", "16")
     with real_server("--listen", "127.0.0.1:0", *held) as server:
         server.wait_until_ready()
-        with closing(Door(server.addresses[0], tmp_path)) as door, socket.socket() as sock:
+        with open_door(server.addresses[0], tmp_path) as door, socket.socket() as sock:
             sock.settimeout(2 * PATIENCE_S)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", door.port))
@@ -492,7 +493,7 @@ def test_a_reader_who_stops_for_long_is_told_so(tmp_path: Path) -> None:
 def test_a_token_counts_from_when_its_server_knows_it(tmp_path: Path) -> None:
     with (
         closing(Server(DEMO, tmp_path)) as server,
-        closing(Door(server.target, tmp_path)) as door,
+        open_door(server.target, tmp_path) as door,
     ):
         token = f"Authorization: Bearer {server.token(WITNESS)}"
         for known, status in (((OPERATOR,), 401), ((OPERATOR, WITNESS), 200)):
@@ -500,4 +501,4 @@ def test_a_token_counts_from_when_its_server_knows_it(tmp_path: Path) -> None:
             while chat_with(door.port, token).status != status:
                 pass  # until it has read its file again
             assert get(door.port, HERE, token).status == status
-        assert server.token(WITNESS) not in door.log() + server.log()
+        assert server.token(WITNESS) not in door.said() + server.log()

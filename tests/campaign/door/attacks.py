@@ -24,12 +24,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import ROOT, SystemFailure, free_port, resident
-from benchmarks.rig.serving import BIN, process
+from benchmarks.processes import ROOT, SystemFailure
+from benchmarks.rig.gateways import door
+from benchmarks.rig.serving import Process
 from tests.service.real_server import clean_environment
 
 NICENESS = 10
@@ -38,48 +40,10 @@ PATIENCE_S = 10.0
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}]}
 
 
-class Door:
-    """The process of an HTTP door.
-
-    Attributes:
-        port: its HTTP port on the loopback address.
-        pid: its process id.
-    """
-
-    def __init__(self, target: str, folder: Path, *options: str) -> None:
-        """Start the door in front of a server. Raises SystemFailure."""
-        self.port = free_port()
-        self._log = folder / f"door-{self.port}.log"
-        command = [str(BIN / "headrace"), "--target", target, "openai"]
-        self._stack = contextlib.ExitStack()
-        found = self._stack.enter_context(
-            process(
-                [*command, "--listen", f"127.0.0.1:{self.port}", *options],
-                self._log,
-                is_ready=lambda said: "ready: " in said,
-                environment=clean_environment(),
-                ending=signal.SIGKILL,
-            )
-        )
-        self._process, self.pid = found.popen, found.pid
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process is running."""
-        return self._process.poll() is None
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak resident memory of the process, in bytes."""
-        return resident(self.pid)[1]
-
-    def log(self) -> str:
-        """Return the door's log output."""
-        return self._log.read_text(errors="replace")
-
-    def close(self) -> None:
-        """Stop the process, whatever it is doing."""
-        self._stack.close()
+def open_door(target: str, folder: Path) -> AbstractContextManager[Process]:
+    """Run the door in front of a server. Raises SystemFailure."""
+    environment = clean_environment()
+    return door(target, folder / "door.log", environment=environment, ending=signal.SIGKILL)
 
 
 class Neighbour(threading.Thread):

@@ -15,8 +15,9 @@ import json
 import time
 from contextlib import closing
 
+from benchmarks.rig.serving import Process
 from tests.campaign.calm import Beside, beside
-from tests.campaign.door.attacks import ATTACKS, CHAT, Door, Neighbour, attacked
+from tests.campaign.door.attacks import ATTACKS, CHAT, Neighbour, attacked, open_door
 from tests.campaign.hostile.server import ATTACKER, WITNESS
 from tests.campaign.parts import Course, Part, Tried, some
 
@@ -37,7 +38,7 @@ def run(course: Course) -> None:
         return
     with (
         beside(course.either(CALM_S, 1.0), tokens=300) as there,
-        closing(Door(there.server.target, course.folder)) as door,
+        open_door(there.server.target, course.folder) as door,
         closing(Neighbour(door.port, there.server.token(WITNESS))) as neighbour,
     ):
         neighbour.start()
@@ -45,12 +46,12 @@ def run(course: Course) -> None:
             course.add(_try(course, name, there, door, neighbour))
 
 
-def _try(course: Course, name: str, there: Beside, door: Door, neighbour: Neighbour) -> Tried:
+def _try(course: Course, name: str, there: Beside, door: Process, neighbour: Neighbour) -> Tried:
     server = there.server
     seconds = course.seconds or course.either(SECONDS, CUT_SECONDS)
     neighbour.begin()
     answers = there.during(lambda: attacked(name, door.port, seconds, server.token(ATTACKER)))
-    waited, peak = neighbour.worst_s, door.peak_bytes
+    waited, peak = neighbour.worst_s, door.peak_bytes()
     wrong = [f"the door was {peak / 1e6:.0f} MB"] if peak > DOOR_BYTES else []
     if not course.is_cut:
         wrong += there.slow()
@@ -59,8 +60,8 @@ def _try(course: Course, name: str, there: Beside, door: Door, neighbour: Neighb
     wrong += [f"a neighbour got {one}" for one in neighbour.wrong]
     wrong += [f"{count} × {answer}" for answer, count in answers.items() if answer == "500"]
     wrong += there.faults()
-    wrong += [f"the door said: {line}" for line in door.log().splitlines()[1:]]
-    if any(server.token(one) in door.log() for one in (WITNESS, ATTACKER)):
+    wrong += [f"the door said: {line}" for line in door.said().splitlines()[1:]]
+    if any(server.token(one) in door.said() for one in (WITNESS, ATTACKER)):
         wrong.append("the door's log has a token")
     if not door.is_alive or not _answers(door, server.token(ATTACKER)):
         wrong.append(f"it did not answer within {ANSWER_S:g} s afterwards")
@@ -76,7 +77,7 @@ def _try(course: Course, name: str, there: Beside, door: Door, neighbour: Neighb
     )
 
 
-def _answers(door: Door, token: str) -> bool:
+def _answers(door: Process, token: str) -> bool:
     body = json.dumps(CHAT | {"max_tokens": 1})
     headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
     ends = time.monotonic() + ANSWER_S

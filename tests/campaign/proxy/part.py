@@ -19,7 +19,8 @@ import grpc
 
 from benchmarks.models import DEMO
 from benchmarks.processes import SystemFailure
-from benchmarks.proxies.running import ENVOY, Proxy, proxy
+from benchmarks.proxies.running import ENVOY, proxy
+from benchmarks.rig.serving import Process
 from tests.campaign.hostile.judging import STRANGERS_BYTES
 from tests.campaign.hostile.sending import MODEL, told
 from tests.campaign.hostile.server import WITNESS, Server
@@ -55,7 +56,7 @@ def flooded(course: Course, way: str, kind: str) -> Tried:
     with closing(Server(DEMO, course.folder)) as server, _before(server, way, course) as before:
         pids = {name.replace("_", " "): pid for name, pid in server.pids.items()}
         if before is not None:
-            pids["Envoy"] = before.process.pid
+            pids["Envoy"] = before.pid
         port = _port(server) if before is None else before.port
         watched = {name: Watched(pid) for name, pid in pids.items()}
         for one in watched.values():
@@ -96,7 +97,7 @@ def _row(way: str, kind: str, **more: Any) -> Tried:
 
 
 @contextmanager
-def _before(server: Server, way: str, course: Course) -> Iterator[Proxy | None]:
+def _before(server: Server, way: str, course: Course) -> Iterator[Process | None]:
     """Start Envoy in front of a server and wait until it serves; None for the direct route."""
     if way == STRAIGHT:
         yield None

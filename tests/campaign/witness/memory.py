@@ -1,12 +1,10 @@
-"""Resident memory of processes, read from /proc. The witness needs no package but the client, so
-this does not come from the benchmarks.
-"""
+"""Resident memory of processes, by windows of time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from benchmarks.usage import resident
 from tests.campaign.witness.report import Memory
 
 
@@ -41,17 +39,3 @@ class Watched:
         """Return the current figures."""
         self.sample()
         return Memory(self.pid, self.start, self.now, self.peak)
-
-
-def resident(pid: int) -> tuple[int, int]:
-    """Return a process's current and peak resident memory in bytes; 0 once the process is gone."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0, 0
-    found = dict.fromkeys(("VmRSS", "VmHWM"), 0)  # a zombie has neither
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name in found:
-            found[name] = int(value.split()[0]) * 1024
-    return found["VmRSS"], found["VmHWM"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import stat
@@ -11,8 +12,8 @@ from typing import Any
 
 from benchmarks.models import DEMO
 from benchmarks.processes import ROOT
-from benchmarks.records import Case, Plan
-from benchmarks.runner import Runner
+from benchmarks.records import Record
+from benchmarks.run import case_of, compare
 from benchmarks.systems import SystemSpec
 from benchmarks.workloads import WORKLOADS, parse_load
 from engine.models.formats.native import native_library
@@ -43,34 +44,22 @@ main(Noting())
 '''
 
 
-def plan(folder: Path, *cases: tuple[str, str], python: str = sys.executable) -> Plan:
-    """Two systems with one turn that counts."""
+def run(folder: Path, *cases: tuple[str, str], python: str = sys.executable) -> dict[str, Any]:
+    """Two systems with one turn that counts. Returns the record."""
     (folder / "noting.py").write_text(NOTING)
     environment = {"PYTHONPATH": f"{folder}:{ROOT}"}
     systems = [
-        SystemSpec(name, "", "noting", {"notes": name}, environment=environment)
+        SystemSpec(name, "noting", options={"notes": name}, environment=environment, python=python)
         for name in ("one", "other")
     ]
-    return Plan(
-        model_name="demo",
-        model=DEMO,
-        dtype="float32",
-        threads=1,
-        instructions=None,
-        cases=[Case(WORKLOADS[workload], parse_load(load)) for workload, load in cases],
-        systems=systems,
-        pythons=dict.fromkeys(("one", "other"), python),
-        peers={},
-        turns=1,
-        check=0,
-        minutes=None,
-        turn_s=60.0,
-        folder=folder,
-    )
-
-
-def run(what: Plan) -> dict[str, Any]:
-    return Runner(what, lambda line: None).run()
+    options = argparse.Namespace(
+        dtype="float32", threads=1, instructions=None, turns=1, check=0, minutes=None,
+        turn_seconds=60.0, cache=folder,
+    )  # fmt: skip
+    record = Record(None, "run", {"machine": {}})
+    chosen = [case_of(WORKLOADS[workload], parse_load(load)) for workload, load in cases]
+    compare(options, record, DEMO, chosen, systems)
+    return record.data
 
 
 def noted(path: Path) -> list[list[list[int]]]:
@@ -78,7 +67,7 @@ def noted(path: Path) -> list[list[list[int]]]:
 
 
 def test_no_case_and_no_turn_repeats_anothers_prompts(tmp_path: Path) -> None:
-    run(plan(tmp_path, ("W1", "all"), ("W1", "closed:2"), ("W3", "all")))
+    run(tmp_path, ("W1", "all"), ("W1", "closed:2"), ("W3", "all"))
     turns = noted(tmp_path / "one")
     assert [len(prompts) for prompts in turns] == [16, 16, 16, 16, 1, 1]
     for prompts, others in itertools.combinations(turns, 2):
@@ -96,7 +85,7 @@ def test_a_run_of_peers_alone_measures_the_machine(tmp_path: Path) -> None:
         f'#!/bin/sh\nPYTHONPATH="{missing}:$PYTHONPATH" exec "{sys.executable}" "$@"\n'
     )
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    record = run(plan(tmp_path, ("W3", "all"), python=str(python)))
+    record = run(tmp_path, ("W3", "all"), python=str(python))
     assert list(record["systems"]) == ["one", "other"]
     [case] = record["cases"]
     assert [set(rates) for rates in case["machine"]] == [{"bandwidth", "matrix", "load_average"}]
