@@ -169,7 +169,7 @@ def _list(near, marks, length, distances, is_listed, cut):
     nearest = tl.min(tl.where(is_listed, distances, INFINITY), 0)
     farthest = tl.max(tl.where(is_listed, distances, 0), 0)
     is_nearest = is_listed & (distances == nearest)
-    is_farthest = is_listed & (distances == farthest) & (nearest < farthest)
+    is_farthest = is_listed & (distances == farthest)
     is_other = is_listed & (distances > nearest) & (distances < farthest)
     first = 1 + (nearest < farthest).to(tl.int32)
     begin = tl.atomic_add(length, first + tl.sum(is_other.to(tl.int32), 0), sem="relaxed")
