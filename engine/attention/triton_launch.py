@@ -55,9 +55,10 @@ _SCHEMA = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DeviceSize:
-    """The device properties that determine a launch.
+    """The device properties that determine a launch. Each device has one object, which equals
+    itself alone, so that what depends on it can be looked up quickly.
 
     Attributes:
         processors: the number of multiprocessors.
@@ -71,9 +72,9 @@ class DeviceSize:
     overlaps: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """The constants of a launch.
+    """The constants of a launch. They equal themselves alone, as a DeviceSize does.
 
     Attributes:
         rows: BLOCK_M, a program's query rows: tokens times the query heads of a key/value head.
@@ -253,21 +254,10 @@ def triton_attention(
     query = _rows_in_one_piece(query)
     heads, _, dim = query.shape
     kv_heads, value_dim = values.shape[1:]
-    sizes = {
-        "KV_HEADS": kv_heads,
-        "DIM": dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_D": max(16, _padded(dim)),
-        "BLOCK_V": max(16, _padded(value_dim)),
-    }
-    layer = {
-        **sizes,
-        "BLOCK_SIZE": block_size,
-        "GROUPS": heads // kv_heads,
-        "WINDOW": window,
-        "SOFTCAP": softcap is not None,
-        "SINKS": sinks is not None,
-    }
+    sizes = _sizes(kv_heads, dim, value_dim)
+    layer = _layer(
+        heads, kv_heads, dim, value_dim, block_size, window, softcap is not None, sinks is not None
+    )
     # Scores are converted to units of log 2 after the softcap.
     scales = (scaling * _LOG2E, 1.0) if softcap is None else (scaling / softcap, softcap * _LOG2E)
     attention = _Attention(
@@ -291,6 +281,40 @@ def triton_attention(
             attention.decode(decode_rows)
         if prefill_rows:
             attention.prefill(prefill_rows)
+
+
+@cache
+def _sizes(kv_heads: int, dim: int, value_dim: int) -> Mapping[str, int]:
+    """Return the constants that all kernels of a layer share."""
+    return {
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_D": max(16, _padded(dim)),
+        "BLOCK_V": max(16, _padded(value_dim)),
+    }
+
+
+@cache
+def _layer(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+    block_size: int,
+    window: int,
+    softcap: bool,
+    sinks: bool,
+) -> Mapping[str, int]:
+    """Return the constants that decode and prefill share. softcap, sinks: whether there are any."""
+    return {
+        **_sizes(kv_heads, dim, value_dim),
+        "BLOCK_SIZE": block_size,
+        "GROUPS": heads // kv_heads,
+        "WINDOW": window,
+        "SOFTCAP": softcap,
+        "SINKS": sinks,
+    }
 
 
 @dataclass(frozen=True, slots=True)

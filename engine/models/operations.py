@@ -27,9 +27,9 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 """The cosines and sines for a step's tokens, [T, dim / 2] each."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BoundNorm:
-    """A norm with its tensors.
+    """A norm with its tensors. It equals itself alone, so that it can be looked up quickly.
 
     Attributes:
         weight: [width].
@@ -48,9 +48,9 @@ class BoundNorm:
         return len(self.weight)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Heads:
-    """How queries and keys are processed before attention.
+    """How queries and keys are processed before attention. It equals itself alone, like a norm.
 
     Attributes:
         heads, kv_heads, head_dim: Hq, Hkv, D.

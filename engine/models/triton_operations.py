@@ -8,13 +8,14 @@ that launching them and fetching the first weights takes a third of the time of 
 step.
 
 The constants of a launch depend only on a layer's sizes, never on the step. So a kernel is compiled
-once for each kind of layer, and a token's result does not depend on its neighbours. Torch computes
-sizes that would not fit in a program's registers.
+once for each kind of layer, a token's result does not depend on its neighbours, and the constants
+are found once for each layer, not in every step. Torch computes sizes that would not fit in a
+program's registers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,10 @@ fastest in a small model, and within 3 % of the fastest in a large one.
 """
 
 
+Told = tuple[list[int], int, int]
+"""Constants, warps and parts of a launch, as a torch operation gets them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The constants of a launch.
@@ -75,6 +80,10 @@ class Launch:
     constants: Mapping[str, int]
     warps: int
     parts: int
+
+    def told(self) -> Told:
+        """Convert it to types that a torch operation accepts."""
+        return list(self.constants.values()), self.warps, self.parts
 
 
 def add_norm_launch(
@@ -167,6 +176,10 @@ class TritonOperations(Operations):
 
     def __init__(self) -> None:
         self._plain = TorchOperations()
+        self._found: dict[Hashable, Told | None] = {}
+        """What a layer's norms and rotations are told, by what it depends on; None: torch computes
+        them.
+        """
 
     @override
     def multiply(
@@ -187,8 +200,13 @@ class TritonOperations(Operations):
         factor: float = 1.0,
         before: BoundNorm | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        launch = add_norm_launch(x.shape[-1], len(made), after, factor, before)
-        if launch is None:
+        width, count = x.shape[-1], len(made)
+        key = (after, before, width, count, factor)
+        if key not in self._found:
+            launch = add_norm_launch(width, count, after, factor, before)
+            self._found[key] = None if launch is None else launch.told()
+        told = self._found[key]
+        if told is None:
             return self._plain.add_norm(x, made, after, factor, before)
         total = torch.empty_like(x) if made else None
         normed = None if before is None else torch.empty_like(x)
@@ -196,7 +214,7 @@ class TritonOperations(Operations):
         _add_norm(
             *(x, first, second, total, normed),
             *(*_tensors(after), *_tensors(before), _eps(after), _eps(before), factor),
-            *_told(launch),
+            *told,
         )
         result = x if total is None else total
         return result, result if normed is None else normed
@@ -206,8 +224,13 @@ class TritonOperations(Operations):
         self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: KVPlaces
     ) -> torch.Tensor:
         turns = tables is not None and heads.rotary_dim > 0
-        launch = turn_launch(heads, turns=turns, has_slots=places.slots is not None)
-        if launch is None:
+        has_slots = places.slots is not None
+        key = (heads, turns, has_slots)
+        if key not in self._found:
+            launch = turn_launch(heads, turns=turns, has_slots=has_slots)
+            self._found[key] = None if launch is None else launch.told()
+        told = self._found[key]
+        if told is None:
             return self._plain.rotate(projected, heads, tables, places)
         queries = projected.new_empty((len(projected), heads.heads, heads.head_dim))
         cos, sin = tables if tables is not None and turns else (None, None)
@@ -215,7 +238,7 @@ class TritonOperations(Operations):
         _rotate(
             *(projected, queries, places.keys, places.values, places.slots),
             *(cos, sin, *_tensors(query_norm), *_tensors(key_norm)),
-            *(_eps(query_norm), _eps(key_norm), *_told(launch)),
+            *(_eps(query_norm), _eps(key_norm), *told),
         )
         return queries
 
@@ -225,7 +248,7 @@ class TritonOperations(Operations):
     ) -> torch.Tensor:
         width = inner.shape[-1] // (1 + gated)
         made = inner.new_empty((len(inner), width))
-        _gate(inner, made, *_told(gate_launch(width, activation, gated=gated)))
+        _gate(inner, made, *gate_launch(width, activation, gated=gated).told())
         return made
 
 
@@ -235,11 +258,6 @@ def _tensors(norm: BoundNorm | None) -> tuple[torch.Tensor | None, torch.Tensor 
 
 def _eps(norm: BoundNorm | None) -> float:
     return 0.0 if norm is None else norm.eps
-
-
-def _told(launch: Launch) -> tuple[list[int], int, int]:
-    """Convert a launch to types that a torch operation accepts."""
-    return list(launch.constants.values()), launch.warps, launch.parts
 
 
 _LAUNCH = "int[] constants, int warps, int parts"

@@ -27,11 +27,11 @@ _WEIGHT_ONE = tl.constexpr(1 << 40)
 
 
 @triton.jit
-def distances_of(logits, token, temperature, cut, width):
-    """The bits of the distances in a cut, int32 [CUT]: infinity beyond the row's end. logits points
-    to the row; token is its most likely one.
+def distances_of(logits, token, temperature, start, width, SIZE: tl.constexpr):
+    """The bits of the distances of a row's entries from `start` on, int32 [SIZE]: infinity beyond
+    the row's end. logits points to the row; token is its most likely one.
     """
-    places = cut * CUT + tl.arange(0, CUT)
+    places = start + tl.arange(0, SIZE)
     value = tl.load(logits + places, mask=places < width, other=float("-inf")).to(tl.float32)
     best = tl.load(logits + token).to(tl.float32)
     scaled = tl.div_rn(value - best, temperature)

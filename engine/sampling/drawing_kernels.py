@@ -51,6 +51,8 @@ which entries cannot be among the k.
 """
 LISTED = tl.constexpr(8192)
 """The most entries in a row's list."""
+_READ = tl.constexpr(2048)
+"""The number of entries of a list that are read at a time. With twice as many, registers spill."""
 _TIMES = tl.constexpr(1 << 13)
 """More than the entries of a cut: a listed entry's cut times this, plus how many entries of the cut
 it stands for, is its mark.
@@ -131,7 +133,9 @@ def count_bins(
         masses += row * BINS
         if (top_k < width) | (top_p < 1.0):
             temperature = tl.load(numbers + 1).to(tl.float32)
-            distances = distances_of(logits + row * stride, token, temperature, cut, width)
+            distances = distances_of(
+                logits + row * stride, token, temperature, cut * CUT, width, CUT
+            )
             bins = bin_of(distances)
             if top_k <= GROUPS:
                 # What is farther than the nearest of k groups has k entries before it.
@@ -165,7 +169,7 @@ def _list(near, marks, length, distances, is_listed, cut):
     nearest = tl.min(tl.where(is_listed, distances, INFINITY), 0)
     farthest = tl.max(tl.where(is_listed, distances, 0), 0)
     is_nearest = is_listed & (distances == nearest)
-    is_farthest = is_listed & (distances == farthest) & (nearest < farthest)
+    is_farthest = is_listed & (distances == farthest)
     is_other = is_listed & (distances > nearest) & (distances < farthest)
     first = 1 + (nearest < farthest).to(tl.int32)
     begin = tl.atomic_add(length, first + tl.sum(is_other.to(tl.int32), 0), sem="relaxed")
@@ -209,7 +213,7 @@ def sum_weights(
     numbers += row * COLUMNS
     if (token >= 0) & (tl.load(numbers) >= 0.0):
         temperature = tl.load(numbers + 1).to(tl.float32)
-        distances = distances_of(logits + row * stride, token, temperature, cut, width)
+        distances = distances_of(logits + row * stride, token, temperature, cut * CUT, width, CUT)
         min_p = tl.load(numbers + 4).to(tl.float32) if FILTERED else 0.0
         weights = weights_of(distances, min_p, INTERPRETED)
         if FILTERED:
@@ -228,17 +232,17 @@ def sum_weights(
 
 @triton.jit
 def _listed(entries, start):
-    """The distances and marks of CUT listed entries; infinity where there are no more. If there are
-    more than a list can hold: those of the row.
+    """The distances and marks of _READ listed entries; infinity where there are no more. If there
+    are more than a list can hold: those of the row.
     """
     near, marks, length, logits, token, temperature, width = entries
-    places = start + tl.arange(0, CUT)
+    places = start + tl.arange(0, _READ)
     if length <= LISTED:
         distances = tl.load(near + places, mask=places < length, other=INFINITY)
         found = tl.load(marks + places, mask=places < length, other=0)
     else:
-        distances = distances_of(logits, token, temperature, start // CUT, width)
-        found = tl.full((CUT,), 1, tl.int32) + start // CUT * _TIMES
+        distances = distances_of(logits, token, temperature, start, width, _READ)
+        found = tl.full((_READ,), 1, tl.int32) + start // CUT * _TIMES
     return distances, found
 
 
@@ -260,7 +264,7 @@ def _mass(entries, low, high, end, min_p, INTERPRETED: tl.constexpr):
         is_counted = (distances >= low) & (distances <= high) & (marks // _TIMES < end)
         weights = weights_of(distances, min_p, INTERPRETED) * (marks % _TIMES)
         mass += tl.sum(tl.where(is_counted, weights, 0), 0)
-        start += CUT
+        start += _READ
     return mass
 
 
@@ -287,7 +291,7 @@ def _least(entries, bin, before, target, COUNTS: tl.constexpr, INTERPRETED: tl.c
             below = tl.maximum(below, tl.max(tl.where(is_upto, distances, low), 0))
             is_beyond = is_inside & (distances > middle)
             above = tl.minimum(above, tl.min(tl.where(is_beyond, distances, high), 0))
-            start += CUT
+            start += _READ
         if reached >= target:
             high = below
         else:
@@ -304,11 +308,12 @@ def _bound(entries, plan, masses, top_p, INTERPRETED: tl.constexpr):
         rank = tl.load(plan + 3).to(tl.int64)
         bound = _least(entries, of_k, tl.zeros((), tl.int64), rank, True, INTERPRETED)
     if top_p < 1.0:
+        within = tl.zeros((), tl.int64)
+        if of_k < BINS:
+            within = _mass(entries, start_of(of_k), bound, entries[6], 0.0, INTERPRETED)
         bins = tl.arange(0, BINS)
         mass = read_table(masses)
-        total = tl.sum(tl.where(bins < of_k, mass, 0), 0)
-        if of_k < BINS:
-            total += _mass(entries, start_of(of_k), bound, entries[6], 0.0, INTERPRETED)
+        total = within + tl.sum(tl.where(bins < of_k, mass, 0), 0)
         target = share_of(top_p, total)
         bin = tl.minimum(tl.sum((tl.cumsum(mass, 0) < target).to(tl.int32), 0), of_k)
         if bin < BINS:
@@ -394,7 +399,7 @@ def pick_token(
             else:
                 high = cut - 1
         mass = _before_cut(entries, kept, first, bound, low, min_p, CUTS, FILTERED, INTERPRETED)
-        distances = distances_of(logits, token, temperature, low, width)
+        distances = distances_of(logits, token, temperature, low * CUT, width, CUT)
         weights = tl.where(distances <= bound, weights_of(distances, min_p, INTERPRETED), 0)
         found = tl.sum((tl.cumsum(weights, 0) <= target - mass).to(tl.int32), 0)
         tl.store(tokens + row, tl.minimum(low * CUT + found, width - 1).to(tl.int64))

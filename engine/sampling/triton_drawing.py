@@ -20,13 +20,12 @@ from engine.sampling.drawing_kernels import (
 )
 
 _OPTIONS: Mapping[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
-_PICK_WARPS = 16
-"""With 8, registers are spilled."""
 
 
 def _cuts(width: int) -> int:
     """The number of places for the cuts of a row."""
-    return triton.next_power_of_2(triton.cdiv(width, CUT.value))
+    count: int = triton.next_power_of_2(triton.cdiv(width, CUT.value))
+    return count
 
 
 class TritonMostLikely:
@@ -90,6 +89,4 @@ class TritonDraws:
                     *row, self._counts, self._masses, self._plans, self._arrived, width, **exact
                 )
             sum_weights[(rows, cuts)](*row, self._plans, *listed, **last)
-            pick_token[(rows,)](
-                *row, self._plans, self._masses, *listed, **{**last, "num_warps": _PICK_WARPS}
-            )
+            pick_token[(rows,)](*row, self._plans, self._masses, *listed, **last)

@@ -4,6 +4,9 @@ layer, in a decode step of long contexts, whose attention has two, as in one of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -44,3 +47,28 @@ def test_float16_launches_the_same(family: str) -> None:
         assert served is not None
         found.append(trace(served))
     assert found[0] == found[1]
+
+
+def test_constants_of_launches_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first of two steps; each layer has a rotation, and two sums behind the first norm."""
+    from engine.models import triton_operations
+
+    found: list[str] = []
+
+    def counted(name: str) -> Callable[..., object]:
+        find = getattr(triton_operations, name)
+
+        def finds(*args: Any, **options: Any) -> object:
+            found.append(name)
+            return find(*args, **options)
+
+        return finds
+
+    for name in ("turn_launch", "add_norm_launch"):
+        monkeypatch.setattr(triton_operations, name, counted(name))
+    served = by_ours(RECIPES["qwen3"])
+    assert served is not None
+    trace(served)
+    layers = len(describe(make_model(RECIPES["qwen3"].config())).layers)
+    assert found.count("turn_launch") == layers
+    assert found.count("add_norm_launch") == 1 + 2 * layers
