@@ -24,7 +24,7 @@ import torch
 from benchmarks.instructions import ENVIRONMENTS, limit
 from benchmarks.processes import SystemFailure
 from benchmarks.records import Record
-from benchmarks.rig.measurement import Measurement, option
+from benchmarks.rig.measurement import Measurement, option, rotated
 from engine.models.formats.codes import Codes, Layout
 from engine.models.formats.grouped import Grouped
 from engine.models.formats.int4 import Int4
@@ -155,7 +155,7 @@ def run(rows: int, seconds: float, those: list[Contender]) -> dict[str, Any]:
     }
     until = time.monotonic() + seconds
     while time.monotonic() < until or len(those[0].passes) < FEWEST_PASSES:
-        for one in those:
+        for one in rotated(those, len(those[0].passes)):
             one.run(inputs[one.dtype])
     elements = sum(n * k for n, k in SHAPES) * (len(those[0].layers) // len(SHAPES))
     found = {}

@@ -162,7 +162,7 @@ MEASUREMENT = Measurement(
     name="speculation",
     about=__doc__,
     measure=measure,
-    table=lambda record: render(record, "speculation.json"),
+    render=render,
     options=(
         option("cases", "*", "names of cases, or patterns, with commas"),
         option("model", SHAPE, "random weights"),
