@@ -115,9 +115,10 @@ def test_a_conversation_computes_less_than_two_blocks_anew(models: Models) -> No
             history = history + reply
 
 
-def test_a_state_is_kept_where_prompts_part(models: Models) -> None:
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_a_state_is_kept_where_prompts_part(models: Models, family: str) -> None:
     """The second prompt shows where; the third goes on from there."""
-    model, loaded = models["qwen3_next"]
+    model, loaded = models[family]
     (common,) = make_prompts((5 * BLOCK,))
     prompts = [common + tail for tail in make_prompts((20, 21, 22), seed=4)]
     expected = [greedy_reference(model, prompt, NEW_TOKENS) for prompt in prompts]

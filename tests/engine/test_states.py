@@ -292,36 +292,28 @@ def test_of_a_conversation_each_turn_computes_less_than_two_blocks_of_what_was_s
     assert min(shares) >= 0.95
 
 
-@pytest.fixture
-def attending(made: Steps) -> Steps:
-    """One whose layers also attend: it is their blocks that show where prompts part."""
-    if len(made.kv_cache.groups) == 1:
-        pytest.skip("nothing shows where prompts part")
-    return made
-
-
 def test_of_many_prompts_with_a_common_beginning_it_is_found_from_the_third_on(
-    attending: Steps,
+    made: Steps,
 ) -> None:
     (common,) = make_prompts((1024,), seed=5)
     tails = make_prompts((9,) * 16, seed=6)
-    found = [attending.serve(f"r{i}", common + tail, 3) for i, tail in enumerate(tails)]
+    found = [made.serve(f"r{i}", common + tail, 3) for i, tail in enumerate(tails)]
     assert found == [0, 0] + [1024] * 14
-    assert attending.core.stats().prefix_tokens_without_state == 1024
+    assert made.core.stats().prefix_tokens_without_state == 1024
 
 
-def test_those_that_come_at_once_find_it_too(attending: Steps) -> None:
+def test_those_that_come_at_once_find_it_too(made: Steps) -> None:
     (common,) = make_prompts((1024,), seed=7)
     tails = make_prompts((9,) * 18, seed=8)
     for index, tail in enumerate(tails[:2]):
-        attending.serve(f"before {index}", common + tail, 3)
-    before = attending.core.stats().prefix_hits
+        made.serve(f"before {index}", common + tail, 3)
+    before = made.core.stats().prefix_hits
     for index, tail in enumerate(tails[2:]):
-        attending.add(f"r{index}", common + tail, 3)
-    attending.finish()
-    assert attending.core.stats().prefix_hits - before == 16 * 1024
+        made.add(f"r{index}", common + tail, 3)
+    made.finish()
+    assert made.core.stats().prefix_hits - before == 16 * 1024
     for index, tail in enumerate(tails[2:]):
-        attending.check(f"r{index}", common + tail, 3)
+        made.check(f"r{index}", common + tail, 3)
 
 
 def test_a_long_output_drives_out_no_other_state(both: Both) -> None:
