@@ -28,7 +28,7 @@ from tests.tiny_models import greedy_reference, make_model, make_prompts
 
 FORMS = ("qwen3_next", "lfm2", "granitemoehybrid", "jamba", "mamba2", "falcon_h1")
 """A family of each form of recurrence, one without attention and one with both in each layer."""
-OURS = ("lfm2, ours", "qwen3_5, ours")
+OURS = ("lfm2, ours", "qwen3_5, ours", "qwen3_next, ours")
 """Families that our decoder computes."""
 
 
