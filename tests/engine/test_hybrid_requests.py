@@ -107,7 +107,7 @@ def test_forms_give_what_generate_gives_within_them(hybrid: Hybrid, loaded: Load
 def test_choices_are_drawn_from_the_models_own_probabilities(
     hybrid: Hybrid, loaded: LoadedModel
 ) -> None:
-    """Each choice goes on from its own copy of the prompt's state, beside others and again later."""
+    """Each choice goes on from its own copy of the prompt's state, beside others and again."""
     options = {**SAMPLED, "logprobs": 0, "eos_token_id": -1}
     batching = options.pop("per_request_processors")
     prompts = PROMPTS[:3]

@@ -17,9 +17,9 @@ from engine.kv_cache.host_cache import HostCache
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.prefix_index import PrefixIndex, extend_block_hashes
 from engine.kv_cache.state_slot import SlotTable, StateSlot
-from tests.engine.kv_cache import simulation as simulation_module
 from tests.engine.fake_runner import Kind
-from tests.engine.kv_cache.machine import WITH_STATES, drive
+from tests.engine.kv_cache import simulation as simulation_module
+from tests.engine.kv_cache.machine import KINDS, WITH_STATES, drive
 from tests.engine.kv_cache.simulation import Content, Part, Simulation, make_request
 
 SEEDS = range(40)
@@ -338,9 +338,9 @@ def nobody_is_told_of_lost_copies(patch: Patch) -> None:
     patch.setattr(KVCacheManager, "copies_failed", lambda self, copies: frozenset())
 
 
-def _run() -> None:
+def _run(kinds: Sequence[tuple[Kind, ...]] = tuple(KINDS)) -> None:
     for seed in SEEDS:
-        drive(seed, CALLS)
+        drive(seed, CALLS, kinds)
 
 
 @pytest.mark.parametrize(("plant", "found_by"), BUGS, ids=[plant.__name__ for plant, _ in BUGS])
@@ -379,5 +379,4 @@ def test_a_bug_of_states_is_found_whatever_stands_beside_them(
     """Also in a model without attention."""
     plant(monkeypatch)
     with pytest.raises((AssertionError, ValueError), match=found_by):
-        for seed in range(500):
-            drive(seed, 200, [kinds])
+        _run([kinds])
