@@ -116,6 +116,35 @@ SHAPES = (
             "num_experts_per_tok": 4,
         },
     ),
+    Shape(
+        "recurrent, 0.8B",
+        "qwen3_5_text",
+        {
+            "vocab_size": 248320,
+            "num_hidden_layers": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+    ),
+    Shape(
+        "recurrent alone",
+        "mamba2",
+        {
+            "num_hidden_layers": 16,
+            "hidden_size": 768,
+            "state_size": 128,
+            "num_heads": 24,
+            "head_dim": 64,
+            "n_groups": 1,
+        },
+    ),
 )
 
 
@@ -159,11 +188,13 @@ class Run:
             Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def prompt_s(self) -> float:
-        """Return the seconds of a step with only one prompt."""
+        """Return the seconds that a prompt alone takes: of one step, or of two with states."""
         found = []
         for _ in range(_PROMPTS):
-            self._generate(1)
-            found.append(self._last_step()[1])
+            timings = self._generate(1).timings
+            if timings.first_token is None or timings.first_scheduled is None:
+                raise RuntimeError("the request has no token")
+            found.append(timings.first_token - timings.first_scheduled)
         return statistics.median(found)
 
     def decode_s(self, requests: int) -> float:
@@ -190,13 +221,9 @@ class Run:
         steps = [seconds for _, seconds in sorted(seen.items())]
         return statistics.median(steps[len(steps) // 2 :])
 
-    def _generate(self, output: int) -> None:
+    def _generate(self, output: int) -> headrace.Result:
         prompt = [self._random.randrange(3, self._vocabulary) for _ in range(PROMPT)]
-        self._client.generate(prompt, max_tokens=output, ignore_eos=True, temperature=1.0)
-
-    def _last_step(self) -> tuple[int, float]:
-        stats = self._client.control.statistics().engine
-        return stats.steps, stats.last_step_duration.ToTimedelta().total_seconds()
+        return self._client.generate(prompt, max_tokens=output, ignore_eos=True, temperature=1.0)
 
     def peak_bytes(self) -> int:
         """Return the high-water marks of its processes since it was ready."""

@@ -106,11 +106,11 @@ RECURRENT = {
         "chunk_size": 16, "n_routed_experts": 4, "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 32,
     }),
-    "olmo_hybrid": Recurrent("gated delta rule", _DELTA),
+    "olmo_hybrid": Recurrent("gated delta rule", {**_DELTA, **_MANY}),
     "qwen3_5": Recurrent("gated delta rule", {**_DELTA, **_MANY}, model_type="qwen3_5_text"),
     "qwen3_5_moe": Recurrent("gated delta rule, experts", {**_DELTA, **_MANY, **_EXPERTS},
                              model_type="qwen3_5_moe_text"),
-    "qwen3_next": Recurrent("gated delta rule, experts", {**_DELTA, **_EXPERTS}),
+    "qwen3_next": Recurrent("gated delta rule, experts", {**_DELTA, **_MANY, **_EXPERTS}),
     "zamba": Recurrent("Mamba-1, shared attention", {
         **_MAMBA1, "num_hidden_layers": 4, "num_key_value_heads": 4, "attention_head_dim": 32,
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],

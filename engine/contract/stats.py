@@ -209,8 +209,8 @@ class EngineStats:
     prefix_tokens_without_state: int = counter(
         "headrace.prefix_cache.without_state",
         "{token}",
-        "Prompt tokens whose blocks were there, but were computed because no state of recurrent "
-        "layers was kept behind them.",
+        "Prompt tokens that earlier requests had too, but were computed because no state of "
+        "recurrent layers was kept behind them.",
     )
     state_copies: int = counter(
         "headrace.states.copies", "{state}", "States that were kept for later requests."

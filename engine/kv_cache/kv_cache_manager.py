@@ -461,6 +461,7 @@ class KVCacheManager:
         digests = request.block_hashes[:num_full]
         for (kind, pool), table in zip(self._parts, holding.tables, strict=True):
             kind.publish(pool, table, digests, holding.num_published)
+        self._prefixes.note(digests[holding.num_published :])
         holding.num_published = num_full
 
     # ---- a request stops -----------------------------------------------------------------------
@@ -563,6 +564,7 @@ class KVCacheManager:
         """
         for pool in self.pools:
             pool.forget_prefixes()
+        self._prefixes.forget()
         self._muted.update(self._holdings, self._host.keys())
 
     def _match(self, request: Request) -> PrefixMatch:

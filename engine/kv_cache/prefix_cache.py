@@ -6,8 +6,10 @@
                                               ▲              token's window reaches back at most
                                           next token         2 blocks: block 0's entry is null
 
-The result is the longest length behind which every group's kind can go on. The search is O(blocks
-of the request). Its answer is stored and its blocks are watched. A blocked request at the head of
+The result is the longest length behind which every group's kind can go on. How far earlier prompts
+went the same way, though no state is kept there, is told by the blocks of groups that attend; where
+no layer attends, by a note of the digests that were computed. The search is O(blocks of the
+request). Its answer is stored and its blocks are watched. A blocked request at the head of
 the queue asks at every step. It gets its answer in O(1) until one of these blocks is added or
 removed, gets its first holder, or loses its last.
 """
@@ -22,7 +24,7 @@ from engine.contract.types import RequestKey
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.group_kinds import GroupMatch
 from engine.kv_cache.groups import LayerGroup
-from engine.kv_cache.prefix_index import PrefixWatch, extend_block_hashes
+from engine.kv_cache.prefix_index import PrefixWatch, SeenPrefixes, extend_block_hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class PrefixCache:
         self._groups = tuple((group.kind, pool) for group, pool in zip(groups, pools, strict=True))
         self._block_size = block_size
         self._watch = PrefixWatch()
+        attends = any(not group.kind.keeps for group in groups)
+        self._seen = None if attends else SeenPrefixes(self._watch)
         for pool in pools:
             pool.index.watch = self._watch
         self._asked: tuple[RequestKey, int, int] | None = None
@@ -75,6 +79,16 @@ class PrefixCache:
             self._watch.is_stale = False
         return self._answer
 
+    def note(self, digests: Sequence[bytes]) -> None:
+        """Record that these blocks of a request were computed."""
+        if self._seen is not None:
+            self._seen.note(digests)
+
+    def forget(self) -> None:
+        """Forget what was noted."""
+        if self._seen is not None:
+            self._seen.clear()
+
     def _search(self, digests: Sequence[bytes]) -> PrefixMatch:
         size = self._block_size
         seen = fits = [True] * (len(digests) + 1)
@@ -83,10 +97,11 @@ class PrefixCache:
             fits = [one and other for one, other in zip(fits, found, strict=False)]
             if not kind.keeps:
                 seen = [one and other for one, other in zip(seen, found, strict=False)]
-        length, num_seen = map(_longest, (fits, seen))
+        length = _longest(fits)
+        num_seen = _longest(seen) if self._seen is None else self._seen.reach(digests, length)
         prefix = digests[:length]
         groups = tuple(kind.match(pool, prefix, size) for kind, pool in self._groups)
-        return PrefixMatch(length, num_seen if self._groups[0][0].grows else length, groups)
+        return PrefixMatch(length, num_seen, groups)
 
 
 def _longest(fits: Sequence[bool]) -> int:

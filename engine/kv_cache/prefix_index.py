@@ -14,6 +14,8 @@ produce.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from engine.contract.request import Request
@@ -70,6 +72,11 @@ class PrefixWatch:
     def __init__(self) -> None:
         self.digests: frozenset[bytes] = frozenset()
         self.is_stale = True
+
+    def tell(self, digest: bytes) -> None:
+        """Record that something has changed about a digest."""
+        if digest in self.digests:
+            self.is_stale = True
 
 
 class PrefixIndex:
@@ -145,5 +152,45 @@ class PrefixIndex:
             raise ValueError("the prefix index and its blocks disagree")
 
     def _tell(self, digest: bytes) -> None:
-        if digest in self.watch.digests:
-            self.watch.is_stale = True
+        self.watch.tell(digest)
+
+
+class SeenPrefixes:
+    """The digests of blocks that were computed lately, for models whose layers keep no blocks that
+    would show where prompts part.
+
+    It holds at most `most` digests. Those that were noted first go first.
+    """
+
+    __slots__ = ("_digests", "_most", "_watch")
+
+    def __init__(self, watch: PrefixWatch, most: int = 1 << 15) -> None:
+        """Start empty. The default takes about 6 MB, for a million tokens in blocks of 32."""
+        self._digests: OrderedDict[bytes, None] = OrderedDict()
+        self._most = most
+        self._watch = watch
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def note(self, digests: Sequence[bytes]) -> None:
+        """Record that these blocks of a request were computed."""
+        for digest in digests:
+            if digest in self._digests:
+                self._digests.move_to_end(digest)
+                continue
+            self._digests[digest] = None
+            self._watch.tell(digest)
+            if len(self._digests) > self._most:
+                self._watch.tell(self._digests.popitem(last=False)[0])
+
+    def reach(self, digests: Sequence[bytes], start: int) -> int:
+        """Return how many leading blocks were seen, of which the first `start` are known to be."""
+        while start < len(digests) and digests[start] in self._digests:
+            start += 1
+        return start
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._digests.clear()
+        self._watch.is_stale = True

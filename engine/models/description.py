@@ -138,11 +138,14 @@ class DeltaNet:
 
     Attributes:
         module: the path of its module.
-        projection: the paths of its first linear layers: queries, keys and values together; z; b,
-            of which beta is the sigmoid; and a, of which decays are made.
+        projection: the paths of its first linear layers. Side by side they make queries, keys and
+            values; z; b, of which betas are made; and a, of which decays are made.
+        groups: in how many groups of heads these columns come: first each group's queries, keys,
+            values and z, and behind all of them each group's b and a. 1 if all stand together.
         convolution: the path of the module with the weights, [channels, 1, width].
         log_rate, rate_bias: the names of the module's parameters [heads]. Decays are
             -exp(log_rate) · softplus(a + rate_bias).
+        beta_factor: multiplies sigmoid(b), which gives beta.
         norm: over each head.
         output: the path of its last linear layer.
         key_heads, heads, key_dim, value_dim: Hk, H, K and V. Each of Hk serves H / Hk heads.
@@ -150,10 +153,12 @@ class DeltaNet:
     """
 
     module: str
-    projection: tuple[str, str, str, str]
+    projection: tuple[str, ...]
+    groups: int
     convolution: str
     log_rate: str
     rate_bias: str
+    beta_factor: float
     norm: Norm
     output: str
     key_heads: int

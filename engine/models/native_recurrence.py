@@ -54,6 +54,7 @@ def bind_recurrence(held: Held, spec: LayerSpec, one: described.Recurrence, widt
         recurrent.norm = held.norm(one.norm)
         recurrent.num_key_heads, recurrent.num_heads = one.key_heads, one.heads
         recurrent.key_dim, recurrent.value_dim = one.key_dim, one.value_dim
+        recurrent.groups, recurrent.beta_factor = one.groups, one.beta_factor
         if one.norm.width != one.value_dim or one.norm.form != "rounded_first":
             raise UnboundError(f"{one.norm.module} is not a norm of each head")
     spec.recurrent = recurrent

@@ -21,6 +21,7 @@ from engine.native.library import (
     CENTERED,
     FROM_ONE,
     GELU_TANH,
+    PROJECTIONS,
     RELU_SQUARED,
     ROUNDED_FIRST,
     SILU,
@@ -83,7 +84,7 @@ class Held:
 
     def project(self, spec: LayerSpec, paths: Sequence[str], inputs: int, outputs: int) -> None:
         """Add the first linear layers to a layer's spec; see `linears`."""
-        spec.projection = (LinearWeight * 4)(*self.linears(paths, inputs, outputs))
+        spec.projection = (LinearWeight * PROJECTIONS)(*self.linears(paths, inputs, outputs))
 
     def linears(self, paths: Sequence[str], inputs: int, outputs: int) -> list[LinearWeight]:
         """Return packed linear layers that have the same input. Neighbours are one layer if their

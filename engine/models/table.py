@@ -51,6 +51,31 @@ class NotDescribedError(Exception):
     """A model cannot be described. The message gives the reason, worded to complete a sentence."""
 
 
+_Norms = tuple[str | None, str | None, str | None, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentParts:
+    """How the classes of a family name the parts of a recurrence.
+
+    Attributes:
+        form: the recurrence.
+        module: the module that has it, in layers that have no attention.
+        projection, output: its linear layers.
+        norm: of a delta net.
+        by_key_head: whether the projection makes everything of a key head together.
+        norms: those of the layers that have it; None if they are those of all layers.
+    """
+
+    form: Literal["short_convolution", "delta_net"]
+    module: str
+    projection: tuple[str, ...]
+    output: str = "out_proj"
+    norm: str = "norm"
+    by_key_head: bool = False
+    norms: _Norms | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """How the classes of a family name and combine their modules.
@@ -66,8 +91,7 @@ class Family:
         activation: of the MLP, if its code and not the config has it.
         gated, parallel: see Mlp and Layer.
         gates_attention: see Attention.gated.
-        recurrence: how a recurrence is read, and the module that has it in layers that have no
-            attention. None if all layers attend.
+        recurrence: what some layers have instead of attention. None if all layers attend.
         paired, rounds_tables, rounds_products: see Rotary.
         rotates: whether an attention layer uses rotary embeddings.
         caps_scores: whether the config's attn_logit_softcapping applies.
@@ -75,12 +99,7 @@ class Family:
             divided by it.
     """
 
-    norms: tuple[str | None, str | None, str | None, str | None] = (
-        "input_layernorm",
-        None,
-        "post_attention_layernorm",
-        None,
-    )
+    norms: _Norms = ("input_layernorm", None, "post_attention_layernorm", None)
     form: NormForm = "rounded_first"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_last: bool = False
@@ -95,7 +114,7 @@ class Family:
     gated: bool = True
     parallel: bool = False
     gates_attention: bool = False
-    recurrence: tuple[Literal["short_convolution", "delta_net"], str] | None = None
+    recurrence: RecurrentParts | None = None
     paired: bool = False
     rounds_tables: bool = True
     rounds_products: bool = True
@@ -136,9 +155,35 @@ _LFM2 = Family(
     mlp="feed_forward",
     last_norm="embedding_norm",
     activation="silu",
-    recurrence=("short_convolution", "conv"),
+    recurrence=RecurrentParts("short_convolution", "conv", ("in_proj",)),
 )
-_QWEN3_5 = Family(form="from_one", gates_attention=True, recurrence=("delta_net", "linear_attn"))
+_QWEN3_5 = Family(
+    form="from_one",
+    gates_attention=True,
+    recurrence=RecurrentParts(
+        "delta_net", "linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    ),
+)
+_QWEN3_NEXT = replace(
+    _QWEN3_5,
+    recurrence=RecurrentParts(
+        "delta_net", "linear_attn", ("in_proj_qkvz", "in_proj_ba"), by_key_head=True
+    ),
+)
+_OLMO_HYBRID = Family(
+    norms=_AFTER,
+    form="plain",
+    rounds_tables=False,
+    rounds_products=False,
+    recurrence=RecurrentParts(
+        "delta_net",
+        "linear_attn",
+        ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
+        output="o_proj",
+        norm="o_norm",
+        norms=("input_layernorm", None, "post_attention_layernorm", None),
+    ),
+)
 
 FAMILIES: dict[str, Family] = {
     "arcee": Family(inner=_UP, gated=False),
@@ -182,6 +227,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(),
     "olmo2": Family(norms=_AFTER, form="plain", rounds_tables=False, rounds_products=False),
     "olmo3": Family(norms=_AFTER, form="plain", rounds_tables=False, rounds_products=False),
+    "olmo_hybrid": _OLMO_HYBRID,
     "olmoe": Family(),
     "phi3": Family(projection=("qkv_proj",), inner=_GATE_UP),
     "qwen2": Family(),
@@ -191,6 +237,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": _QWEN3_5,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_moe": Family(),
+    "qwen3_next": _QWEN3_NEXT,
     "qwen3_vl_moe_text": Family(),
     "qwen3_vl_text": Family(),
     "seed_oss": Family(),
@@ -294,12 +341,14 @@ class _Reader:
         )
 
     def _layer(self, path: str, index: int, layer: Any, rotaries: dict[str, Rotary]) -> Layer:
-        family = self.family
+        family, norms = self.family, self.family.norms
+        if family.recurrence is not None and "self_attn" not in layer._modules:
+            norms = family.recurrence.norms or norms
         before_attention, after_attention, before_mlp, after_mlp = (
             None
             if name is None or type(getattr(layer, name)) is torch.nn.Identity
             else self._norm(f"{path}.{name}", family.form)
-            for name in family.norms
+            for name in norms
         )
         return Layer(
             module=path,
@@ -315,37 +364,38 @@ class _Reader:
         )
 
     def _mixer(self, path: str, layer: Any, rotaries: dict[str, Rotary]) -> Attention | Recurrence:
-        form, name = self.family.recurrence or (None, "")
-        if form is None or "self_attn" in layer._modules:
+        parts = self.family.recurrence
+        if parts is None or "self_attn" in layer._modules:
             return self._attention(f"{path}.self_attn", layer.self_attn, rotaries)
-        path, one = f"{path}.{name}", getattr(layer, name)
-        return (
-            self._convolution(path, one) if form == "short_convolution" else self._delta(path, one)
-        )
+        path, one = f"{path}.{parts.module}", getattr(layer, parts.module)
+        if parts.form == "short_convolution":
+            return self._convolution(path, one, parts)
+        return self._delta(path, one, parts)
 
-    def _convolution(self, path: str, one: Any) -> ShortConvolution:
+    def _convolution(self, path: str, one: Any, parts: RecurrentParts) -> ShortConvolution:
+        (projection,) = parts.projection
         return ShortConvolution(
             module=path,
-            projection=(f"{path}.in_proj",),
+            projection=(f"{path}.{projection}",),
             convolution=f"{path}.conv",
-            output=f"{path}.out_proj",
+            output=f"{path}.{parts.output}",
             channels=one.conv.in_channels,
             width=one.conv.kernel_size[0],
         )
 
-    def _delta(self, path: str, one: Any) -> DeltaNet:
+    def _delta(self, path: str, one: Any, parts: RecurrentParts) -> DeltaNet:
         if one.activation not in ("silu", "swish"):
             raise NotDescribedError(f"its convolutions are followed by {one.activation}")
-        parts = ("qkv", "z", "b", "a")
-        qkv, z, b, a = (f"{path}.in_proj_{part}" for part in parts)
         return DeltaNet(
             module=path,
-            projection=(qkv, z, b, a),
+            projection=tuple(f"{path}.{name}" for name in parts.projection),
+            groups=one.num_k_heads if parts.by_key_head else 1,
             convolution=f"{path}.conv1d",
             log_rate="A_log",
             rate_bias="dt_bias",
-            norm=self._norm(f"{path}.norm", "rounded_first"),
-            output=f"{path}.out_proj",
+            beta_factor=2.0 if getattr(one, "allow_neg_eigval", False) else 1.0,
+            norm=self._norm(f"{path}.{parts.norm}", "rounded_first"),
+            output=f"{path}.{parts.output}",
             key_heads=one.num_k_heads,
             heads=one.num_v_heads,
             key_dim=one.head_k_dim,
@@ -374,7 +424,7 @@ class _Reader:
             query_norm=query_norm,
             key_norm=key_norm,
             norms_last=family.norms_last,
-            rotary=list(rotaries).index(kind) if family.rotates(one) else None,
+            rotary=list(rotaries).index(kind) if rotaries and family.rotates(one) else None,
             scaling=float(one.scaling),
             softcap=one.attn_logit_softcapping if family.caps_scores else None,
             gated=family.gates_attention,
@@ -398,9 +448,12 @@ class _Reader:
         return Norm(path, module.weight.shape[-1], float(eps), form)
 
     def _rotaries(self, module: Any) -> dict[str, Rotary]:
-        """Return the rotary embeddings by kind of layer. The key is "" if all layers share them."""
-        found = {}
-        for name, buffer in module.named_buffers():
+        """Return the rotary embeddings by kind of layer. The key is "" if all layers share them.
+
+        module: None if nothing is rotated.
+        """
+        found: dict[str, Rotary] = {}
+        for name, buffer in () if module is None else module.named_buffers():
             if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
                 continue
             kind = name.removesuffix("inv_freq").rstrip("_")

@@ -177,6 +177,9 @@ class RecurrentSpec(ctypes.Structure):
         norm: of a delta net: over each of its heads, V wide and ROUNDED_FIRST.
         num_key_heads, num_heads, key_dim, value_dim: of a delta net, Hk, H, K and V. Its
             convolution has 2 · Hk · K + H · V channels.
+        groups: of a delta net: in how many groups of heads the columns of its projection come.
+            First each group's queries, keys, values and z, and then each group's b and a.
+        beta_factor: of a delta net: multiplies sigmoid(b).
     """
 
     _fields_ = (
@@ -184,7 +187,13 @@ class RecurrentSpec(ctypes.Structure):
         ("norm", NormWeight),
         *((name, _INT) for name in ("channels", "width")),
         *((name, _INT) for name in ("num_key_heads", "num_heads", "key_dim", "value_dim")),
+        ("groups", _INT),
+        ("beta_factor", ctypes.c_float),
     )
+
+
+PROJECTIONS = 6
+"""The largest number of first linear layers in a layer."""
 
 
 class LayerSpec(ctypes.Structure):
@@ -195,8 +204,8 @@ class LayerSpec(ctypes.Structure):
         before_attention, after_attention, before_mlp, after_mlp: the norms, any of which may be
             missing.
         projection: queries, keys and values: one layer together, or one layer each. For a short
-            convolution b, c and x together; for a delta net queries, keys and values together, z, b
-            and a, of which neighbours may be one layer.
+            convolution b, c and x together; for a delta net what RecurrentSpec.groups says, of
+            which neighbours may be one layer.
         output: the output layer of attention, or of the recurrence.
         inner: the first layers of the MLP: gate and up as one or two layers, or one layer without a
             gate.
@@ -220,7 +229,7 @@ class LayerSpec(ctypes.Structure):
             (name, NormWeight)
             for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")
         ),
-        ("projection", LinearWeight * 4),
+        ("projection", LinearWeight * PROJECTIONS),
         ("output", LinearWeight),
         ("inner", LinearWeight * 2),
         ("down", LinearWeight),

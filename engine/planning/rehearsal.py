@@ -37,6 +37,8 @@ from engine.contract.sampling_params import SamplingParams
 from engine.contract.token_ids import TokenIds
 from engine.loading.kv_memory import zeros_on_demand
 from engine.loading.memory import HostLimits
+from engine.loading.recurrent import follow_states
+from engine.loading.recurrent_kernels import use_kernels
 from engine.loading.weights import model_without_weights
 from engine.models.choosing import NOT_ASKED, describe_steps, make_decoder
 from engine.planning.outline import FAILURES, Outline
@@ -224,7 +226,11 @@ def _model(
         plan = describe_steps(model, outline.device, backend, is_packed=is_packed)
     make_up(model, outline.packing, HostLimits.read().memory_available // 2)
     model.set_attn_implementation(ATTENTION_NAME)
-    return model, make_decoder(model, plan, backend, None, lambda line: None) or model
+    decoder = make_decoder(model, plan, backend, None, lambda line: None)
+    if decoder is None and outline.recurrence.shapes:
+        follow_states(model, outline.recurrence)
+        use_kernels(model, outline.recurrence)
+    return model, decoder or model
 
 
 def _cannot_be_run(outline: Outline) -> ModelRefusedError:

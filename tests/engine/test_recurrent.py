@@ -28,7 +28,7 @@ from tests.tiny_models import greedy_reference, make_model, make_prompts
 
 FORMS = ("qwen3_next", "lfm2", "granitemoehybrid", "jamba", "mamba2", "falcon_h1")
 """A family of each form of recurrence, one without attention and one with both in each layer."""
-OURS = ("lfm2, ours", "qwen3_5, ours")
+OURS = ("lfm2, ours", "qwen3_5, ours", "qwen3_next, ours")
 """Families that our decoder computes."""
 
 
@@ -115,9 +115,10 @@ def test_a_conversation_computes_less_than_two_blocks_anew(models: Models) -> No
             history = history + reply
 
 
-def test_a_state_is_kept_where_prompts_part(models: Models) -> None:
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_a_state_is_kept_where_prompts_part(models: Models, family: str) -> None:
     """The second prompt shows where; the third goes on from there."""
-    model, loaded = models["qwen3_next"]
+    model, loaded = models[family]
     (common,) = make_prompts((5 * BLOCK,))
     prompts = [common + tail for tail in make_prompts((20, 21, 22), seed=4)]
     expected = [greedy_reference(model, prompt, NEW_TOKENS) for prompt in prompts]

@@ -8,25 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from engine.api.offline import LoadedModel, from_model
-from engine.assembly import build_core
-from engine.contract.config import ContinuousBatchingConfig
 from engine.contract.outputs import FinishReason
-from engine.contract.request import GenerationRequest, Request
 from engine.contract.types import RequestId
-from engine.core.engine_core import EngineCore
-from tests.engine.ledger import Ledger
+from tests.engine.core_steps import NEW_TOKENS, Steps
 from tests.engine.mode_sweep import BLOCK
-from tests.engine.runner.steps import make_request
 from tests.model_recipes import RECIPES
 from tests.tiny_models import greedy_reference, make_model, make_prompts
 
 FORMS = ("qwen3_next", "granitemoehybrid", "mamba2")
 """One whose recurrence our kernels compute, one by a stand-in, and one without attention."""
-NEW_TOKENS = 2 * BLOCK + 3
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -38,60 +31,6 @@ def both(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, LoadedModel]:
 
 
 Both = tuple[PreTrainedModel, LoadedModel]
-
-
-class Steps:
-    """A core around a tiny model, one step at a time."""
-
-    def __init__(self, both: Both, **options: Any) -> None:
-        self.model, loaded = both
-        config = ContinuousBatchingConfig(
-            **{"block_size": BLOCK, "num_blocks": 512, "max_batch_tokens": 64, **options}
-        )
-        self.core: EngineCore = build_core(loaded._verified, config, lambda line: None)[0]
-        self.ledger = Ledger()
-        self.kv_cache = self.core.scheduler.kv_cache
-
-    def add(self, name: str, prompt: list[int], count: int = NEW_TOKENS, **options: Any) -> None:
-        spec: GenerationRequest = make_request(name, prompt, count, **options)
-        self.ledger.add(spec)
-        self.core.add(spec, arrival=0.0)
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.ledger.take(self.core.step())
-            self.kv_cache.check_integrity()
-
-    def finish(self) -> None:
-        for _ in range(1000):
-            if not self.core.has_work:
-                break
-            self.steps(1)
-        assert not self.ledger.live
-
-    def serve(self, name: str, prompt: list[int], count: int = NEW_TOKENS, **more: Any) -> int:
-        """Serve a request, check its tokens, and return how many of its prompt's it found."""
-        before = self.core.stats().prefix_hits
-        self.add(name, prompt, count, **more)
-        self.finish()
-        self.check(name, prompt, count)
-        return self.core.stats().prefix_hits - before
-
-    def check(self, name: str, prompt: list[int], count: int = NEW_TOKENS) -> None:
-        assert self.ledger.text(name) == greedy_reference(self.model, prompt, count), name
-
-    @property
-    def states(self) -> list[torch.Tensor]:
-        runner: Any = self.core.runner
-        return list(runner.kv.states.values())
-
-    def request(self, name: str) -> Request:
-        running = self.core.scheduler.running.values()
-        (found,) = [one for one in running if one.request_id == RequestId(name)]
-        return found
-
-    def slot(self, name: str) -> int:
-        return int(self.kv_cache.tables(self.request(name).key)[-1].blocks[0])
 
 
 @pytest.fixture
@@ -292,36 +231,28 @@ def test_of_a_conversation_each_turn_computes_less_than_two_blocks_of_what_was_s
     assert min(shares) >= 0.95
 
 
-@pytest.fixture
-def attending(made: Steps) -> Steps:
-    """One whose layers also attend: it is their blocks that show where prompts part."""
-    if len(made.kv_cache.groups) == 1:
-        pytest.skip("nothing shows where prompts part")
-    return made
-
-
 def test_of_many_prompts_with_a_common_beginning_it_is_found_from_the_third_on(
-    attending: Steps,
+    made: Steps,
 ) -> None:
     (common,) = make_prompts((1024,), seed=5)
     tails = make_prompts((9,) * 16, seed=6)
-    found = [attending.serve(f"r{i}", common + tail, 3) for i, tail in enumerate(tails)]
+    found = [made.serve(f"r{i}", common + tail, 3) for i, tail in enumerate(tails)]
     assert found == [0, 0] + [1024] * 14
-    assert attending.core.stats().prefix_tokens_without_state == 1024
+    assert made.core.stats().prefix_tokens_without_state == 1024
 
 
-def test_those_that_come_at_once_find_it_too(attending: Steps) -> None:
+def test_those_that_come_at_once_find_it_too(made: Steps) -> None:
     (common,) = make_prompts((1024,), seed=7)
     tails = make_prompts((9,) * 18, seed=8)
     for index, tail in enumerate(tails[:2]):
-        attending.serve(f"before {index}", common + tail, 3)
-    before = attending.core.stats().prefix_hits
+        made.serve(f"before {index}", common + tail, 3)
+    before = made.core.stats().prefix_hits
     for index, tail in enumerate(tails[2:]):
-        attending.add(f"r{index}", common + tail, 3)
-    attending.finish()
-    assert attending.core.stats().prefix_hits - before == 16 * 1024
+        made.add(f"r{index}", common + tail, 3)
+    made.finish()
+    assert made.core.stats().prefix_hits - before == 16 * 1024
     for index, tail in enumerate(tails[2:]):
-        attending.check(f"r{index}", common + tail, 3)
+        made.check(f"r{index}", common + tail, 3)
 
 
 def test_a_long_output_drives_out_no_other_state(both: Both) -> None:

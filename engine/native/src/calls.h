@@ -94,6 +94,8 @@ struct RecurrentSpec {
   NormWeight norm;
   int64_t channels, width;
   int64_t num_key_heads, num_heads, key_dim, value_dim;
+  int64_t groups;
+  float beta_factor;
 };
 
 // What an adapter adds to one linear layer; see low_rank.cpp, and ../library.py for each field.
@@ -116,10 +118,12 @@ struct AdaptedRows {
   int64_t groups;
 };
 
+constexpr int64_t PROJECTIONS = 6;  // at most so many first linear layers in a layer
+
 // A whole decoder layer; see layer.cpp, and ../library.py for what each field means.
 struct LayerSpec {
   NormWeight before_attention, after_attention, before_mlp, after_mlp;
-  LinearWeight projection[4];
+  LinearWeight projection[PROJECTIONS];
   LinearWeight output;
   LinearWeight inner[2];
   LinearWeight down;

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <limits>
 
-#include "calls.h"
+#include "kernels.h"
 #include "rows.h"
 
 namespace HEADRACE_ISA {
@@ -115,14 +115,14 @@ void gate_rows(const T* gate, int64_t stride, const T* up, int64_t up_stride, T*
 
 // Heads of rows, in place: each is normed, rounded, and multiplied by what SiLU makes of its gate.
 template <class T>
-void gated_norm_rows(const NormWeight& norm, T* x, const T* gates, int64_t stride, int64_t rows,
-                     int64_t heads, int threads) {
+void gated_norm_rows(const NormWeight& norm, T* x, const T* projected, const DeltaColumns& columns,
+                     int64_t rows, int64_t heads, int threads) {
   const int64_t width = norm.width;
 #pragma omp parallel for schedule(static) num_threads(team(rows * heads * width, threads))
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t h = 0; h < heads; ++h) {
       T* const head = x + (r * heads + h) * width;
-      const T* const gate = gates + r * stride + h * width;
+      const T* const gate = projected + r * columns.stride + columns.z(h);
       const Norm<T, ROUNDED_FIRST> normed(norm, head);
       over(width, [&](int64_t i, auto size) {
         put(head + i, rounded<T>(normed(head, i, size)) * silu(get(gate + i, size)), size);
@@ -294,9 +294,8 @@ void gate(int activation, const void* gate, int64_t stride, const void* up, int6
 // that follows the convolution's channels.
 void gated_norm(const LayerSpec& layer, void* x, const void* projected, int64_t rows, int threads) {
   const RecurrentSpec& one = layer.recurrent;
-  const int64_t stride = one.channels + one.num_heads * (one.value_dim + 2);
-  const auto run = [&](auto* rows_of_x, auto* gates) {
-    gated_norm_rows(one.norm, rows_of_x, gates + one.channels, stride, rows, one.num_heads,
+  const auto run = [&](auto* rows_of_x, auto* rows_of_projected) {
+    gated_norm_rows(one.norm, rows_of_x, rows_of_projected, DeltaColumns(one), rows, one.num_heads,
                     threads);
   };
   if (layer.dtype == FLOAT32)

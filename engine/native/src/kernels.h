@@ -5,6 +5,30 @@
 
 namespace HEADRACE_ISA {
 
+// The columns of a delta net's projected rows, in groups of heads: first each group's queries, keys,
+// values and z, and then each group's b and a.
+struct DeltaColumns {
+  int64_t groups, heads, value_dim;
+  int64_t keys, values;  // how many columns a group has for its keys, and for its values
+  int64_t width;         // of a group before b and a
+  int64_t stride;        // of a row
+
+  explicit DeltaColumns(const RecurrentSpec& one)
+      : groups(one.groups),
+        heads(one.num_heads / one.groups),
+        value_dim(one.value_dim),
+        keys(one.num_key_heads * one.key_dim / one.groups),
+        values(heads * one.value_dim),
+        width(2 * (keys + values)),
+        stride(groups * (width + 2 * heads)) {}
+
+  int64_t z(int64_t head) const {
+    return head / heads * width + 2 * keys + values + head % heads * value_dim;
+  }
+  int64_t b(int64_t head) const { return groups * width + head / heads * 2 * heads + head % heads; }
+  int64_t a(int64_t head) const { return b(head) + heads; }
+};
+
 int64_t attention(const AttentionCall& call);
 void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t y_stride,
             int64_t rows, int threads);

@@ -37,7 +37,7 @@ struct LayerSpace {
         width(layer.output.outputs),
         query(layer.heads.num_heads * layer.heads.query_head_stride),
         keys(layer.heads.num_kv_heads * layer.heads.head_dim),
-        projected_width(outputs_of(layer.projection, 4)),
+        projected_width(outputs_of(layer.projection, PROJECTIONS)),
         mixed_width(layer.output.inputs),
         inner_width(outputs_of(layer.inner, 2)) {
     char* const start = static_cast<char*>(scratch);
@@ -137,7 +137,7 @@ int64_t compute(const LayersCall& call, const void* x) {
     return to;
   };
   const void* input = normed(layer.before_attention, x, space.normed);
-  products(layer.projection, 4, input, space.projected, space.projected_width);
+  products(layer.projection, PROJECTIONS, input, space.projected, space.projected_width);
   adapt(TO_PROJECTION, 3, input, width, space.projected, space.projected_width);
   if (const int64_t needed = mix(call, layer, space)) return needed;
   linear(layer.output, space.mixed, space.mixed_width, space.made, width, tokens, threads);

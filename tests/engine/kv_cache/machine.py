@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ KINDS: list[tuple[Kind, ...]] = [
     (None, 3, StateSlot()),
     (StateSlot(),),
 ]
+WITH_STATES = [kinds for kinds in KINDS if any(isinstance(one, StateSlot) for one in kinds)]
 SEEN: Counter[str] = Counter()
 """What the machines have done, to show that nothing is left out."""
 
@@ -39,9 +41,15 @@ class SharingMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 3]),
         num_blocks=st.sampled_from([30, 16, 9]),
         host_blocks=st.sampled_from([12, 30, 5, 0]),
+        cuts=st.booleans(),
     )
     def build(
-        self, windows: tuple[Kind, ...], block_size: int, num_blocks: int, host_blocks: int
+        self,
+        windows: tuple[Kind, ...],
+        block_size: int,
+        num_blocks: int,
+        host_blocks: int,
+        cuts: bool,
     ) -> None:
         self.sim = Simulation(
             KVCacheManager(
@@ -50,7 +58,8 @@ class SharingMachine(RuleBasedStateMachine):
                 block_size,
                 share_blocks=True,
                 host_blocks=[host_blocks] * len(windows),
-            )
+            ),
+            cuts=cuts,
         )
 
     @rule(
@@ -181,8 +190,12 @@ class SharingMachine(RuleBasedStateMachine):
         self.sim.check()
 
 
-def drive(seed: int, num_calls: int) -> Counter[str]:
+def drive(
+    seed: int, num_calls: int, choices: Sequence[tuple[Kind, ...]] = tuple(KINDS)
+) -> Counter[str]:
     """The machine's calls in a long random row; Hypothesis prefers short ones.
+
+    choices: of the kinds of groups.
 
     Returns:
         How often what was done.
@@ -190,10 +203,11 @@ def drive(seed: int, num_calls: int) -> Counter[str]:
     random = Random(seed)
     machine = SharingMachine()
     machine.build(
-        random.choice(KINDS),
+        random.choice(choices),
         random.choice([1, 2, 3]),
         random.choice([30, 16, 9]),
         random.choice([12, 30, 5, 0]),
+        cuts=seed % 2 == 1,
     )
     sim = machine.sim
 
@@ -232,4 +246,4 @@ def drive(seed: int, num_calls: int) -> Counter[str]:
                 machine.reset(random.randrange(8))
         sim.check()
     machine.teardown()
-    return Counter(sim.seen)
+    return Counter(sim.seen | sim.kv_cache.state_figures())

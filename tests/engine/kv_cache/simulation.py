@@ -3,7 +3,8 @@
 The name of a position's KV is (salt, all tokens up to it): exactly what it depends on. Copies move
 names, steps write and read them, in the order in which a device would. So a block that is shared
 wrongly, given away too early, or copied in the wrong order shows at the first step that reads it,
-or as an entry of the prefix index that does not hold what its digest says.
+or as an entry of the prefix index that does not hold what its digest says. A state's name is made
+as states are: each step adds its tokens to what the slot held before.
 """
 
 from __future__ import annotations
@@ -83,8 +84,10 @@ class Step:
 class Simulation:
     """See the module. What it does with a request is what the scheduler and the core do."""
 
-    def __init__(self, kv_cache: KVCacheManager) -> None:
+    def __init__(self, kv_cache: KVCacheManager, *, cuts: bool = False) -> None:
+        """cuts: whether steps end where states are worth keeping, as a scheduler's do."""
         self.kv_cache = kv_cache
+        self.cuts = cuts and kv_cache.keeps
         self.device: list[dict[tuple[int, int], Content | None]] = [{} for _ in kv_cache.groups]
         self.host: list[dict[tuple[int, int], Content | None]] = [{} for _ in kv_cache.groups]
         self.waiting: dict[RequestKey, Request] = {}
@@ -99,7 +102,7 @@ class Simulation:
         }
         self.suspects: set[RequestKey] = set()
         self.num_keys = 0
-        self.seen = {"hits": 0, "forks": 0, "offloads": 0, "restores": 0, "lost": 0}
+        self.seen = dict.fromkeys(("steps", "hits", "forks", "offloads", "restores", "lost"), 0)
 
     # ---- what happens to a request -------------------------------------------------------------
 
@@ -169,6 +172,8 @@ class Simulation:
         """False: no room, or there is nothing to compute."""
         start = request.num_computed_tokens
         end = min(start + chunk, request.num_tokens)
+        if self.cuts and end > start:
+            end = start + self.kv_cache.cut(request, start, end - start)
         if request.key in self.plan or end == start:
             return False
         if len(self.truth[request.key]) > request.max_total_tokens:
@@ -205,6 +210,7 @@ class Simulation:
         pending is collected after that, as it is when steps overlap.
         """
         step = Step(list(self.plan.values()), self.kv_cache.take_copies(), fails)
+        self.seen["steps"] += bool(step.parts)
         self.plan = {}
         self._copy(step)
         for part in step.parts:
@@ -320,10 +326,16 @@ class Simulation:
         self, part: Part, slots: dict[tuple[int, int], Content | None], slot: int, *, fails: bool
     ) -> None:
         """Go on from the state behind the tokens before, in the same slot."""
-        if part.start and not fails:
-            wanted = self._content(part.request, part.start - 1)
-            self._demand(part.request.key, slots.get((slot, 0)), wanted, part.start)
-        slots[slot, 0] = None if fails else self._content(part.request, part.end - 1)
+        key, salt = part.request.key, part.request.spec.cache_salt
+        truth, before = self.truth[key], self._before(part, slots.get((slot, 0)))
+        if not fails:
+            self._demand(key, before, (salt, tuple(truth[: part.start])), part.start)
+        made = None if before is None else (salt, before[1] + tuple(truth[part.start : part.end]))
+        slots[slot, 0] = None if fails else made
+
+    def _before(self, part: Part, held: Content | None) -> Content | None:
+        """What a step goes on from: what its slot holds, or an empty state in the first one."""
+        return held if part.start else (part.request.spec.cache_salt, ())
 
     def _read(self, part: Part) -> None:
         key = part.request.key

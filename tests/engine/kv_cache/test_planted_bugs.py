@@ -17,9 +17,10 @@ from engine.kv_cache.host_cache import HostCache
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.prefix_index import PrefixIndex, extend_block_hashes
 from engine.kv_cache.state_slot import SlotTable, StateSlot
+from tests.engine.fake_runner import Kind
 from tests.engine.kv_cache import simulation as simulation_module
-from tests.engine.kv_cache.machine import drive
-from tests.engine.kv_cache.simulation import make_request
+from tests.engine.kv_cache.machine import KINDS, WITH_STATES, drive
+from tests.engine.kv_cache.simulation import Content, Part, Simulation, make_request
 
 SEEDS = range(40)
 CALLS = 120
@@ -201,6 +202,14 @@ def a_request_goes_on_from_what_its_slot_held(patch: Patch) -> None:
     _wrap(patch, StateSlot, "start", start)
 
 
+@bug("reads")
+def a_slot_is_not_emptied_for_its_next_request(patch: Patch) -> None:
+    def before(original: Any, sim: Simulation, part: Part, held: Content | None) -> Content | None:
+        return held or original(sim, part, held)
+
+    _wrap(patch, Simulation, "_before", before)
+
+
 @bug("a shared state is that|reads")
 def a_request_writes_on_in_what_it_keeps(patch: Patch) -> None:
     def keep(original: Any, kind: Any, pool: Any, table: Any, *rest: Any) -> Any:
@@ -329,9 +338,9 @@ def nobody_is_told_of_lost_copies(patch: Patch) -> None:
     patch.setattr(KVCacheManager, "copies_failed", lambda self, copies: frozenset())
 
 
-def _run() -> None:
+def _run(kinds: Sequence[tuple[Kind, ...]] = tuple(KINDS)) -> None:
     for seed in SEEDS:
-        drive(seed, CALLS)
+        drive(seed, CALLS, kinds)
 
 
 @pytest.mark.parametrize(("plant", "found_by"), BUGS, ids=[plant.__name__ for plant, _ in BUGS])
@@ -343,3 +352,31 @@ def test_the_bug_is_found(plant: Bug, found_by: str, monkeypatch: pytest.MonkeyP
 
 def test_without_a_bug_nothing_is_found() -> None:
     _run()
+
+
+OF_STATES = (
+    a_slot_is_kept_a_token_late,
+    a_slot_is_shared_with_who_keeps_it,
+    a_request_goes_on_from_what_its_slot_held,
+    a_prefix_is_found_without_a_state,
+    a_slot_is_not_emptied_for_its_next_request,
+    a_slot_is_not_copied_at_a_fork,
+    a_request_writes_on_in_what_it_keeps,
+    a_state_is_shared_before_it_is_kept,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", WITH_STATES, ids=lambda kinds: f"{len(kinds)} groups")
+@pytest.mark.parametrize(
+    ("plant", "found_by"),
+    [one for one in BUGS if one[0] in OF_STATES],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_bug_of_states_is_found_whatever_stands_beside_them(
+    plant: Bug, found_by: str, kinds: tuple[Kind, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a model without attention."""
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, ValueError), match=found_by):
+        _run([kinds])

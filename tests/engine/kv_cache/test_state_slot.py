@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from engine.contract.request import Request
 from engine.contract.types import TokenId
 from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.kv_cache.prefix_index import PrefixWatch, SeenPrefixes
 from engine.kv_cache.state_slot import StateSlot
 from tests.engine.fake_runner import make_groups
 from tests.engine.kv_cache.simulation import digests_of, make_request
@@ -21,6 +23,11 @@ PROMPT = [5, 7, 1, 3, 2, 8, 6, 4, 9]
 def _manager(slots: int, *, blocks: int = 100) -> KVCacheManager:
     groups = make_groups(None, StateSlot())
     return KVCacheManager(groups, [blocks, slots], SIZE, share_blocks=True)
+
+
+def _lone(slots: int) -> KVCacheManager:
+    """Of a model without attention."""
+    return KVCacheManager(make_groups(StateSlot()), [slots], SIZE, share_blocks=True)
 
 
 def _step(kv_cache: KVCacheManager, request: Request, end: int) -> None:
@@ -52,9 +59,11 @@ def _generate(kv_cache: KVCacheManager, request: Request, count: int) -> None:
         _step(kv_cache, request, request.num_tokens)
 
 
-def _serve(kv_cache: KVCacheManager, key: int, prompt: Sequence[int], count: int = 0) -> int:
+def _serve(
+    kv_cache: KVCacheManager, key: int, prompt: Sequence[int], count: int = 0, **options: Any
+) -> int:
     """Start a request, let it end, and return how many tokens it found."""
-    request = make_request(key, prompt)
+    request = make_request(key, prompt, **options)
     found = _begin(kv_cache, request)
     _generate(kv_cache, request, count)
     kv_cache.free(request.key)
@@ -64,7 +73,7 @@ def _serve(kv_cache: KVCacheManager, key: int, prompt: Sequence[int], count: int
 def _kept(kv_cache: KVCacheManager, tokens: Sequence[int]) -> list[int]:
     """After how many of these tokens a state is kept."""
     digests = digests_of(b"", tokens, SIZE)
-    index = kv_cache.pools[1].index
+    index = kv_cache.pools[-1].index
     return [SIZE * (i + 1) for i, one in enumerate(digests) if index.block(one) is not None]
 
 
@@ -188,3 +197,65 @@ def test_a_state_that_is_evicted_between_match_and_start_is_not_found() -> None:
     assert kv_cache.find_prefix(request) == 0
     assert kv_cache.can_start(request, 0, 9, [0, 0])
     assert kv_cache.start(request) == 0
+
+
+# ---- where prompts part, if no layer attends -----------------------------------------------------
+
+
+def test_without_attention_the_third_prompt_goes_on_where_two_parted() -> None:
+    kv_cache = _lone(8)
+    common = PROMPT[:6]
+    found = [_serve(kv_cache, key, [*common, key, 0, 0]) for key in (11, 12, 13, 14)]
+    assert found == [0, 0, 6, 6]
+    assert kv_cache.state_figures()["prefix_tokens_without_state"] == 6
+    # The fifth parts earlier from all of them, and the sixth finds that.
+    assert [_serve(kv_cache, key, [*PROMPT[:3], 7, key, 0, 0]) for key in (15, 16)] == [0, 2]
+
+
+def test_outputs_are_seen_too() -> None:
+    kv_cache = _lone(9)
+    _serve(kv_cache, 1, PROMPT, 9)
+    history = [*PROMPT, 100, 101, 102]
+    assert [_serve(kv_cache, key, [*history, key, 0, 0]) for key in (2, 3)] == [8, 12]
+
+
+@pytest.mark.parametrize("other", [{"salt": b"mine"}, {"bypass": True}])
+def test_what_another_may_not_find_shows_it_nothing(other: dict[str, Any]) -> None:
+    kv_cache = _lone(8)
+    _serve(kv_cache, 1, PROMPT, **other)
+    assert [_serve(kv_cache, key, [*PROMPT[:6], key, 0, 0]) for key in (2, 3, 4)] == [0, 0, 6]
+
+
+def test_a_reset_forgets_what_was_seen() -> None:
+    kv_cache = _lone(8)
+    _serve(kv_cache, 1, PROMPT)
+    kv_cache.reset_prefix_cache()
+    assert [_serve(kv_cache, key, [*PROMPT[:6], key, 0, 0]) for key in (2, 3, 4)] == [0, 0, 6]
+
+
+def test_who_waits_learns_what_was_seen_meanwhile() -> None:
+    kv_cache = _lone(8)
+    waits = make_request(9, [*PROMPT[:6], 9, 0, 0])
+    assert kv_cache.find_prefix(waits) == 0
+    first = make_request(1, [*PROMPT[:6], 1, 0, 0])
+    assert kv_cache.start(first) == 0
+    assert kv_cache.find_prefix(waits) == 0
+    _compute(kv_cache, first)
+    assert kv_cache.start(waits) == 0
+    assert kv_cache.cut(waits, 0, 9) == 6
+
+
+def test_what_is_seen_is_bounded_and_the_oldest_goes_first() -> None:
+    watch = PrefixWatch()
+    seen = SeenPrefixes(watch, most=4)
+    digests = [bytes([i]) * 16 for i in range(6)]
+    seen.note(digests[:4])
+    seen.note(digests[:1])  # again: it is the latest
+    watch.digests, watch.is_stale = frozenset(digests[1:2]), False
+    seen.note(digests[4:5])
+    assert watch.is_stale, "one of those that somebody asked for has gone"
+    assert len(seen) == 4
+    assert [seen.reach([one], 0) for one in digests] == [1, 0, 1, 1, 1, 0]
+    assert seen.reach(digests, 2) == 5
+    seen.clear()
+    assert seen.reach(digests, 0) == len(seen) == 0

@@ -101,6 +101,10 @@ def _bias(model: Any) -> None:
         ("qwen3_5", _one_element("0.linear_attn.norm.weight", 5, plus=0.02),
          r"layer 0, gated_norm, .* by \d.*% "),
         ("qwen3_5", _beta, r"layer 0, projection, .* in output 775, 1 of"),
+        ("qwen3_next", _one_element("0.linear_attn.dt_bias", 9, plus=1.0),
+         r"layer 0, delta_rule, .* by \d.*% "),
+        ("olmo_hybrid", _one_element("0.linear_attn.o_norm.weight", 5, plus=0.02),
+         r"layer 0, gated_norm, .* by \d.*% "),
     ],
 )  # fmt: skip
 def test_wrong_parameters(
@@ -208,6 +212,11 @@ YARN = {
         ("qwen3_5", {}, _recurrence(rate_bias="A_log"), "layer 0, delta_rule, "),
         ("qwen3_5", {}, _head_norm(eps=1e-2), "layer 0, gated_norm, "),
         ("qwen3_5", {}, _rotary(scaling=1.1), "layer 1, queries, "),
+        ("qwen3_next", {}, _recurrence(groups=1), "layer 0, delta_rule, "),
+        ("qwen3_next", {}, _recurrence(groups=4), "layer 0, delta_rule, "),
+        ("olmo_hybrid", {}, _recurrence(beta_factor=1.0), "layer 0, delta_rule, "),
+        ("olmo_hybrid", {"linear_allow_neg_eigval": False}, _recurrence(beta_factor=2.0),
+         "layer 0, delta_rule, "),
     ],
 )  # fmt: skip
 def test_wrong_descriptions(

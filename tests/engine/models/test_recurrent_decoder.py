@@ -7,9 +7,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from engine.attention.small_cache import SmallCache, Span, zeros
 from engine.loading.verified import VerifiedModel
@@ -22,9 +24,14 @@ from engine.models.recurrence import GRID
 from tests.engine.models.decoders import generate, make, verify
 from tests.tiny_models import make_prompts
 
-FAMILIES = ("lfm2", "qwen3_5")
+FAMILIES = ("lfm2", "olmo_hybrid", "qwen3_5", "qwen3_next")
 LENGTHS = (2 * GRID + 3, 1, 37, GRID)
 Steps = Sequence[Sequence[Span]]
+
+
+def _without_experts(family: str) -> PreTrainedModel:
+    """A model whose layers are all ours: the order of sums of its own experts depends on others."""
+    return make(family, **({"num_experts": 0} if family == "qwen3_next" else {}))
 
 
 def _results(
@@ -64,7 +71,7 @@ def _threads(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_neighbours_and_threads_change_nothing(family: str, dtype: torch.dtype) -> None:
-    verified, prompts = verify(make(family).to(dtype)), make_prompts(LENGTHS)
+    verified, prompts = verify(_without_experts(family).to(dtype)), make_prompts(LENGTHS)
     last = [len(one) - 1 for one in prompts]
     together: Steps = (
         [Span(i, 0, end) for i, end in enumerate(last) if end],
@@ -83,7 +90,7 @@ def test_neighbours_and_threads_change_nothing(family: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_schedules_that_keep_the_grid_change_nothing(family: str) -> None:
     """Of the states before the first attention, whose sums are cut elsewhere."""
-    verified, prompts = verify(make(family)), make_prompts(LENGTHS[:1])
+    verified, prompts = verify(_without_experts(family)), make_prompts(LENGTHS[:1])
     tokens = len(prompts[0])
     first = [one.layer == 0 for one in verified.probe.recurrence.shapes]
     assert any(first)
@@ -116,3 +123,27 @@ def test_every_packing(family: str, packing: Format) -> None:
     verified = verify(make(family, hidden_size=64), packing, lines)
     assert verified.decoder is not None, lines
     assert all(len(tokens) for tokens in generate(verified))
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_next", {"mlp_only_layers": [0, 1]}),
+        ("qwen3_next", {"num_experts": 0}),
+        ("qwen3_next", {"linear_num_key_heads": 16}),
+        ("qwen3_next", {"linear_num_value_heads": 24, "linear_value_head_dim": 20}),
+        ("olmo_hybrid", {"rope_parameters": ROPE}),
+        ("olmo_hybrid", {"rope_parameters": None}),
+        ("olmo_hybrid", {"linear_allow_neg_eigval": False, "linear_num_key_heads": 16}),
+    ],
+)
+def test_other_settings(family: str, settings: dict[str, Any]) -> None:
+    """Some layers without experts, other numbers of heads, with and without rotary embeddings."""
+    for dtype in (torch.bfloat16, torch.float32):
+        lines: list[str] = []
+        verified = verify(make(family, **settings).to(dtype), lines=lines)
+        assert verified.decoder is not None, lines
+        assert generate(verified, max_batch_tokens=16) == generate(verified)

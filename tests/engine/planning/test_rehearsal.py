@@ -70,6 +70,15 @@ def _modules(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+def _stand_ins(model: Any) -> dict[str, str]:
+    """What computes modules in place of their own forward."""
+    return {
+        name: type(module.forward).__name__
+        for name, module in model.named_modules()
+        if "forward" in vars(module)
+    }
+
+
 _FLOAT32 = (torch.float32, {})
 _BFLOAT16 = (torch.bfloat16, {})
 _INT8 = (torch.bfloat16, {"quantization": "int8"})
@@ -93,6 +102,10 @@ _TRANSFORMERS = (torch.bfloat16, {"decoder": "transformers"})
         ("mixtral", {}, _BFLOAT16),
         ("mixtral", {}, _INT8),
         ("gpt2", {}, _BFLOAT16),
+        ("qwen3_5", {}, _BFLOAT16),
+        ("qwen3_next", {}, _TRANSFORMERS),
+        ("granitemoehybrid", {}, _FLOAT32),
+        ("mamba2", {}, _BFLOAT16),
     ],
 )
 def test_steps_are_computed_by_what_the_engine_then_has(
@@ -109,6 +122,8 @@ def test_steps_are_computed_by_what_the_engine_then_has(
     if isinstance(rehearsed.steps, NativeDecoder):
         assert isinstance(verified.steps, NativeDecoder)
         assert rehearsed.steps.description == verified.steps.description
+    else:
+        assert _stand_ins(rehearsed.steps) == _stand_ins(verified.steps)
     assert _modules(rehearsed.model) == _modules(verified.model)
 
 
