@@ -14,8 +14,8 @@ from headrace.v1 import model_service_pb2
 
 from engine.contract.engine_client import ModelInfo
 from engine.contract.startup import Transfer, size_text
-from service.admission.adapters import ServedAdapters
 from service.admission.phases import NO_NEW_WORK, Drain, Phase
+from service.admission.served_adapters import ServedAdapters
 from service.admission.text_pool import TextPool
 from service.convert.converter import Converter
 from service.convert.incoming import IncomingCheck

@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from engine.contract.adapters import Adapter
@@ -408,7 +409,7 @@ class EngineLoop:
                     raise DuplicateRequestError(request.request_id)
                 names.add(request.request_id)
             waiting = len(self._queued) + self._core.num_waiting
-            with self._limits.adapters.begun([request.adapter for request in asked]) as adapters:
+            with self._adapters_of(asked) as adapters:
                 self._room.enter(asked, waiting)
             if not waiting:
                 self._ends.begin()
@@ -420,6 +421,14 @@ class EngineLoop:
             notes = tuple(note for _, make in requests if make is not None for note in make.notes)
             digest = adapters[0].digest.hex() if adapters and adapters[0] is not None else ""
             return Admission(waiting, arrival, notes, digest)
+
+    def _adapters_of(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AbstractContextManager[tuple[Adapter | None, ...]]:
+        """Give requests the adapters that they name; see LoadedAdapters.begun."""
+        if not any(request.adapter for request in requests):
+            return nullcontext((None,) * len(requests))
+        return self._limits.adapters.begun([request.adapter for request in requests])
 
     def compile_grammar(self, request: GenerationRequest) -> Future[MatcherFactory] | None:
         """Start compiling a request's grammar, for `submit`. Does not block.

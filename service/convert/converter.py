@@ -30,8 +30,8 @@ from engine.contract.token_ids import NO_IDS, TokenIds
 from engine.contract.types import CallerKey, RequestId
 from engine.text import StopStrings, TextStream
 from service.admission.accounts import Account
-from service.admission.adapters import MayUse, ServedAdapters
 from service.admission.footprint import Footprint
+from service.admission.served_adapters import MayUse, ServedAdapters
 from service.convert.expected_output import predicted_ids
 from service.convert.forms import ReplyPlan, reply_plan
 from service.convert.inputs import InputEncoder, Rendered, Truncation

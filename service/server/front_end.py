@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.contract.engine_client import EngineVerbs, ModelInfo
 from engine.text import Tokenizer
-from service.admission.adapters import ServedAdapters
+from service.admission.served_adapters import ServedAdapters
 from service.admission.text_pool import TextPool
 from service.config import ServiceConfig
 from service.convert.converter import Converter

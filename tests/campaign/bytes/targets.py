@@ -30,7 +30,7 @@ from engine.process import verbs
 from engine.structured import GrammarCompiler
 from engine.text import TextStream
 from service.admission.accounts import account_of
-from service.admission.adapters import ServedAdapters
+from service.admission.served_adapters import ServedAdapters
 from service.admission.text_pool import THREADS, TextPool
 from service.convert.converter import Converter, RequestLimits
 from service.convert.incoming import IncomingCheck

@@ -17,7 +17,7 @@ from headrace.v1 import model_service_pb2 as models
 from engine.contract.adapters import AdapterInfo
 from engine.contract.errors import AdapterRefusedError, ConfigError
 from engine.contract.loaded_adapters import AdapterBounds
-from service.admission.adapters import MAX_AGE_S
+from service.admission.served_adapters import MAX_AGE_S
 from tests.service.fake_engine import FakeEngine, model_info, says
 from tests.service.helpers import (
     DEADLINE_S,
