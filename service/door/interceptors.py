@@ -49,6 +49,7 @@ _MAX_LOGGED = 300
 _SERVED_WHILE_DRAINING = (
     "/headrace.v1.GenerationService/GetResult",
     "/headrace.v1.GenerationService/Cancel",
+    "/headrace.v1.GenerationService/StreamResult",  # attach; see service.servicers.commands
     "/headrace.v1.ModelService/",
     "/vllm.grpc.engine.VllmEngine/Abort",
     "/vllm.grpc.engine.VllmEngine/Get",

@@ -8,7 +8,8 @@ become ready.
 Shutdown (`drain`):
 1. the server is no longer ready: health says NOT_SERVING, Watches end, new work is refused with
     UNAVAILABLE; an operator's pause ends; the HTTP door accepts no new connections;
-2. streams accept nothing new: idle sessions end now, others with their last request;
+2. streams accept nothing new: idle sessions end now, others with their last request; a new session
+    may attach requests whose stream was lost;
 3. live requests finish; after the timeout they are cancelled, and their streams still get the end
   events;
 4. the gRPC servers stop: first all calls end, with everything that their clients are still to read;
@@ -457,6 +458,9 @@ class HeadraceServer:
         self.health.end()
         if self.door is not None:
             self.door.drain()
+        self._close_streams()
+
+    def _close_streams(self) -> None:
         for stream in list(self.registry.streams):
             stream.close()
 
@@ -476,6 +480,7 @@ class HeadraceServer:
         if self._closed:
             return
         self._closed = True
+        self._close_streams()  # those that attached requests during the drain
         for task in (self._watching, self._polling, self._summing_up):
             if task is not None:
                 task.cancel()

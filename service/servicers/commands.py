@@ -12,6 +12,10 @@ An add may take long, because its prompt is tokenized and its grammar compiled. 
 requests do not wait for it. Commands for the same request do, so that a cancel after an add finds
 the request. Commands that need not wait start in order.
 
+A session may also be opened while the server takes no new requests, such as in a drain, to attach
+those whose stream was lost. If its client adds one instead, the session ends with the reason, as
+GenerateStream does.
+
 The reader pauses while too many answers are unread, so that a client that only writes cannot be
 read from indefinitely. It also pauses while MAX_WAITING commands, or MAX_WAITING_BYTES of them,
 are in progress.
@@ -68,6 +72,7 @@ class CommandReader:
         self._identity = permit.caller.identity
         self._stream = stream
         self._first = True
+        self._is_late = state.phase in NO_NEW_WORK
         self._waiting: dict[asyncio.Task[None], int] = {}  # with the bytes of their commands
         self._waiting_bytes = 0
         self._last_of: dict[str, asyncio.Task[None]] = {}  # by request: the last waiting one
@@ -79,11 +84,15 @@ class CommandReader:
         Raises:
             UnknownCallerError, NotGrantedError: the caller no longer has permission.
             MalformedMessageError, MessageTooLargeError: a command could not be read.
+            NotReadyError: the session was opened while no new requests are taken, and begins with
+                one.
         """
         stream, waiting = self._stream, self._waiting
         try:
             async for received in commands:
                 command, draft = await parsed(received), None
+                if self._is_late and command.HasField("add") and not (stream.requests or waiting):
+                    self._state.check(new_work=True)
                 try:
                     await self._permit.check()
                     self._state.incoming.check(command)  # limits the parts of waiting commands

@@ -489,8 +489,9 @@ def readers() -> list[asyncio.Task[Any]]:
     return [task for task in asyncio.all_tasks() if "read_commands" in repr(task.get_coro())]
 
 
-async def test_a_session_lost_while_the_server_drains_is_read_by_getresult() -> None:
-    """Sessions are refused then; GetResult is still served, and the drain waits for the lease."""
+@pytest.mark.parametrize("by_attach", [True, False], ids=["attach", "GetResult"])
+async def test_a_session_lost_while_the_server_drains_is_read_to_its_end(by_attach: bool) -> None:
+    """By another session or by GetResult: the drain waits for the lease."""
     engine = FakeEngine(script=script, auto=False)
     async with (
         serving(engine, result_retention_s=60) as h,
@@ -509,18 +510,36 @@ async def test_a_session_lost_while_the_server_drains_is_read_by_getresult() -> 
         await until(lambda: not h.registry.streams)
         assert not draining.done()
         events = session.events()["a"]
-        reading = asyncio.ensure_future(
-            h.generation.GetResult(
-                rpc.GetResultRequest(
-                    request_id="a", from_seq=len(events) + 1, until_done=True, wait={"seconds": 30}
+        if by_attach:
+            silent, again = h.session(), h.session()
+            await silent.send(open=rpc.OpenCommand())
+            await again.send(open=rpc.OpenCommand(lease=LEASE))
+            await again.send(2, attach=rpc.AttachCommand(request_id="a", from_seq=len(events) + 1))
+            await again.read_until(lambda m: m.attached)
+            await again.add(spec("b", request_id="b"), 3)
+            message = await again.read_until(lambda m: m.rejections)
+            assert message.rejections[0].status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+            engine.run()
+            await again.rest()
+            rest = again.events()["a"]
+            await silent.rest()
+        else:
+            reading = asyncio.ensure_future(
+                h.generation.GetResult(
+                    rpc.GetResultRequest(
+                        request_id="a",
+                        from_seq=len(events) + 1,
+                        until_done=True,
+                        wait={"seconds": 30},
+                    )
                 )
             )
-        )
-        await until(lambda: h.registry.find("anonymous", "a").readers)
-        engine.run()
-        answer = await reading
-        assert answer.done
-        check_whole("a", [*events, *answer.events], 1)
+            await until(lambda: h.registry.find("anonymous", "a").readers)
+            engine.run()
+            answer = await reading
+            assert answer.done
+            rest = list(answer.events)
+        check_whole("a", [*events, *rest], 1)
         await draining
 
 

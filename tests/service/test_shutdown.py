@@ -56,7 +56,9 @@ async def test_drain_ends_watches_and_idle_sessions_and_finishes_live_requests()
         # New work is refused, on new RPCs and on sessions that are still there; the rest is served.
         error = await refused(h.generate(spec()))
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-        assert (await refused(h.session().call.read())).reason == "DRAINING"
+        late = h.session()
+        await late.add(spec(request_id="d"))
+        assert (await refused(late.call.read())).reason == "DRAINING"
         await live.add(spec(request_id="c"), 7)
         message = await live.read_until(lambda m: m.rejections)
         assert message.rejections[0].status.code == grpc.StatusCode.UNAVAILABLE.value[0]

@@ -28,7 +28,8 @@
 // With AMX, tiles of matrices do all of that for bfloat16: see linear_amx.h. Weights of int8 are turned first.
 //
 // Where no instruction multiplies pairs of bfloat16, x is turned into float32 once for all panels, and
-// weights as a tile reads them: first those of a pair's first input, then those of its second.
+// weights as a tile reads them: first those of a pair's first input, then those of its second. Codes of int4
+// are read in their places, as multiples of powers of 16, and x is divided by these.
 #include <omp.h>
 
 #include <algorithm>
@@ -63,6 +64,7 @@ template <class X>
 using Input = std::conditional_t<PAIRS, X, float>;
 
 constexpr int FEW = 2;  // rows whose sums leave registers for the panels of two groups
+constexpr int FEW_TILES = 4;  // that read codes as fast as what these would be turned into
 constexpr int STEP = 4;  // pairs of inputs between two looks ahead
 constexpr int64_t CHUNK = 768 << 10;  // bytes of weights that stay in a cache, for AMX
 // Of an item: x for them stays in the nearest caches.
@@ -128,6 +130,23 @@ bool is_scaled_by_row(const LinearWeight& weight) {
 // tile of pairs less.
 bool is_turned(const LinearWeight& weight) { return weight.bits == 8 || (weight.bits && !PAIRS); }
 
+// Whether int4 are multiplied as the codes that lie there, in their places in a lane: they are masked and
+// converted, and neither shifted nor lowered by 8. The 8 go out with the sums of x.
+bool keeps_codes(const LinearWeight& weight) { return !PAIRS && weight.bits == 4; }
+
+bool needs_sums(const LinearWeight& weight) { return weight.minima || keeps_codes(weight); }
+
+// x divided by what its codes are multiplied by in their places: exactly, unless it is below 2^-102. The code
+// in the last place is shifted instead.
+void divide_by_places(int64_t inputs, float* x) {
+  constexpr int INPUTS = 2 * INT4_PAIRS;
+  static constexpr float INVERSE[INPUTS] = {1.0f,   0x1p-16f, 0x1p-4f,  0x1p-20f,
+                                            0x1p-8f, 0x1p-24f, 0x1p-12f, 1.0f};
+  for (; inputs >= INPUTS; inputs -= INPUTS, x += INPUTS)
+    for (int i = 0; i < INPUTS; ++i) x[i] *= INVERSE[i];
+  for (int i = 0; i < inputs; ++i) x[i] *= INVERSE[i];
+}
+
 // The results of some rows and a panel, from their sums, which are `apart` vectors apart: VL outputs of
 // each, or fewer at the end.
 template <class X>
@@ -186,7 +205,13 @@ void tile(const LinearWeight& weight, Of weights, int64_t panel, Rows<X> rows, c
     vf totals[R][C] = {};
     const int64_t groups = num_groups(weight), step = weight.group / 2;
     const float centre = weight.bits == 4 ? 8.0f : 128.0f;
+    const bool keeps = keeps_codes(weight), lowers = keeps && !weight.minima;
     for (int64_t g = 0; g < groups; ++g) {
+      if (lowers)
+        UNROLL for (int r = 0; r < R; ++r) {
+          const vf of_centre = splat(-centre * rows.sums[r * groups + g]);
+          UNROLL for (int c = 0; c < C; ++c) sums[r][c] = of_centre;
+        }
       const bool is_last = g + 1 == groups;
       add_until(is_last ? whole : (g + 1) * step);
       if (is_last) add_last();
@@ -195,7 +220,8 @@ void tile(const LinearWeight& weight, Of weights, int64_t panel, Rows<X> rows, c
         const vf scale = load_of_group<SCALE>(weight, output, g);
         UNROLL for (int r = 0; r < R; ++r) totals[r][c] += sums[r][c] * scale, sums[r][c] = vf{};
         if (weight.minima) {
-          const vf least = load_of_group<MINIMUM>(weight, output, g) + scale * centre;
+          vf least = load_of_group<MINIMUM>(weight, output, g);
+          if (!keeps) least += scale * centre;
           UNROLL for (int r = 0; r < R; ++r) totals[r][c] += least * rows.sums[r * groups + g];
         }
       }
@@ -318,7 +344,9 @@ void item(const LinearWeight& weight, int64_t panel, Rows<X> rows, int64_t count
     multiply_by(Weights<float>{reinterpret_cast<const float*>(from), place.stride, group});
   } else {
     const auto of_integers = [&](auto weights) {
-      const bool by_row = is_scaled_by_row(weight), as_they_lie = is_alone || !is_turned(weight);
+      const bool by_row = is_scaled_by_row(weight);
+      const bool as_they_lie =
+          is_alone || !is_turned(weight) || (keeps_codes(weight) && count <= FEW_TILES * ROWS<X>);
       if (as_they_lie && by_row) return multiply_by(weights);
       if (as_they_lie) return by_groups(Grouped<typename decltype(weights)::Lane>{weights});
       if (turned.panel != panel) {
@@ -383,7 +411,7 @@ void multiply(const LinearWeight& weight, const X* x, int64_t x_stride, X* y,
       AMX && sizeof(X) == 2 ? std::max<int64_t>(1, CHUNK / (C * VL * width * 2)) : 1;
   // Not initialised: what is read has been written before.
   const std::unique_ptr<Input<X>[]> arranged(arranges ? new Input<X>[rows * width] : nullptr);
-  const int64_t scaled = weight.minima ? num_groups(weight) : 0;
+  const int64_t scaled = needs_sums(weight) ? num_groups(weight) : 0;
   const std::unique_ptr<float[]> sums(scaled ? new float[rows * scaled] : nullptr);
 #pragma omp parallel num_threads(threads)
   {
@@ -395,6 +423,8 @@ void multiply(const LinearWeight& weight, const X* x, int64_t x_stride, X* y,
         if (arranges) arrange(weight, from, to);
         if (scaled && arranges) add_groups(weight, to, sums.get() + row * scaled);
         if (scaled && !arranges) add_groups(weight, from, sums.get() + row * scaled);
+        if constexpr (turns && sizeof(X) == 2)
+          if (keeps_codes(weight)) divide_by_places(weight.inputs, to);
       }
     }
     Rows<X> all = {arranged.get(), width, y, y_stride, sums.get(), scaled};
@@ -427,6 +457,9 @@ void linear_of(const LinearWeight& weight, const X* x, int64_t x_stride, X* y, i
                int64_t rows, int threads) {
   // Few panels to a thread: narrower items, so that no thread is idle.
   const int64_t items = num_panels(weight) * divide_up(rows, ITEM_ROWS<X>);
+  if constexpr (NR == 2 && sizeof(X) == 2)
+    if (rows == 1 && keeps_codes(weight) && items >= 8 * NR * threads)
+      return multiply<4 * NR>(weight, x, x_stride, y, y_stride, rows, threads);
   if constexpr (NR == 2)  // sums of more panels do not wait for each other
     if (rows <= FEW && items >= 4 * NR * threads)
       return multiply<2 * NR>(weight, x, x_stride, y, y_stride, rows, threads);

@@ -34,9 +34,11 @@ INLINE vf load_second(const uint16_t* p, int) {
   const vu pairs = __builtin_convertvector(*reinterpret_cast<const vh*>(p), vu);
   return __builtin_convertvector((vi)(pairs << 16) >> 24, vf);
 }
+// Of int4 the code, times what keeps it in its place: see divide_by_places in linear.cpp.
 INLINE vf load_first(const int4* p, int at) {
-  const vu codes = *reinterpret_cast<const vu*>(p) >> (4 * at) & 15u;
-  return __builtin_convertvector((vi)codes - 8, vf);
+  const vu lanes = *reinterpret_cast<const vu*>(p);
+  const vu codes = at == 2 * INT4_PAIRS - 1 ? lanes >> 28 : lanes & (15u << (4 * at));
+  return __builtin_convertvector((vi)codes, vf);
 }
 INLINE vf load_second(const int4* p, int at) { return load_first(p, at + INT4_PAIRS); }
 

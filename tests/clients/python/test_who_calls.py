@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import headrace
 import pytest
 from headrace import AsyncClient, Client
@@ -97,6 +99,54 @@ async def test_the_command_s_token(callers: Path) -> None:
         assert found.stdout == "x\n"
         none = await asyncio.to_thread(command, *to)
         assert (none.exit_code, "HEADRACE_TOKEN" in none.stderr) == (1, True)
+
+
+class _Unwritten:
+    """A session's call that ended while its first command was being written, as gRPC's asyncio
+    tells of it.
+    """
+
+    def __init__(self, *_commands: Any, **_options: Any) -> None:
+        self.is_over = False
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), _CORE
+        )
+        yield
+
+    def cancel(self) -> None:
+        self.is_over = True
+
+
+_CORE = "Internal error from Core"
+
+
+@pytest.mark.parametrize(
+    ("caller", "error"),
+    [
+        (None, headrace.UnauthenticatedError),
+        ("probe", headrace.PermissionDeniedError),
+        ("alice", headrace.UnavailableError),
+    ],
+)
+async def test_a_session_whose_refusal_grpc_forgot_is_told_why(
+    callers: Path, caller: str | None, error: type[headrace.HeadraceError]
+) -> None:
+    replace(
+        callers,
+        entry("alice", '"*"', TOKENS["alice"])
+        + entry("probe", '["ModelService"]', TOKENS["probe"]),
+    )
+    async with guarded(callers, FakeEngine()) as h:
+        token = TOKENS[caller] if caller else None
+        async with AsyncClient(h.server.addresses[0], token=token) as client:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(client._servers.link.generation, "StreamResult", _Unwritten)
+                async with client.session() as session:
+                    with pytest.raises(error) as caught:
+                        await session.submit("hi")
+        assert (_CORE in str(caught.value)) == (caller == "alice")
 
 
 def port_of(h: Harness) -> str:

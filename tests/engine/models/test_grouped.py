@@ -87,7 +87,9 @@ def _held(outputs: int, inputs: int, layout: Layout, codes: Codes) -> Grouped:
 
 
 def _formula(layout: Layout, codes: Codes) -> tuple[torch.Tensor, torch.Tensor]:
-    """The elements by the formula alone, float64 [N, K], and how large their parts are."""
+    """The elements by the formula alone, float64 [N, K], and how large their parts are: 8 bits are
+    multiplied less their centre, 4 bits as they are where no instruction multiplies pairs.
+    """
     outputs, inputs = codes.codes.shape
     elements = torch.empty(outputs, inputs, dtype=torch.float64)
     sizes = torch.empty_like(elements)
@@ -100,7 +102,9 @@ def _formula(layout: Layout, codes: Codes) -> tuple[torch.Tensor, torch.Tensor]:
             least = codes.minima[:, j // layout.group].double()
         place = j if layout.order is None else int(layout.order[j])
         elements[:, place] = scale * code + least
-        sizes[:, place] = (scale * (code - centre)).abs() + (least + scale * centre).abs()
+        lowered = (scale * (code - centre)).abs() + (least + scale * centre).abs()
+        kept = (scale * code).abs() + least.abs() if layout.bits == 4 else lowered
+        sizes[:, place] = torch.maximum(lowered, kept)
     return elements, sizes
 
 

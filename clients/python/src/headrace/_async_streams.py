@@ -9,18 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol, Unpack
 
+import grpc
 from grpc import aio
 
 from headrace._async_link import is_for_task
 from headrace._session import Record, SessionCore, SessionOptions, wake
 from headrace._trace import with_trace
 from headrace.errors import HeadraceError, UnavailableError, error_from_stream
-from headrace.v1.generation_service_pb2 import StreamResultRequest, StreamResultResponse
+from headrace.v1.generation_service_pb2 import (
+    GetResultRequest,
+    StreamResultRequest,
+    StreamResultResponse,
+)
 
 _log = logging.getLogger("headrace")
+_REFUSAL_S = 5.0
+_OF_THE_QUESTION = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
 
 
 class AsyncReader(Protocol):
@@ -59,7 +67,8 @@ class AsyncWire:
             _commands(self._outgoing), metadata=with_trace(metadata)
         )
         self.flush()
-        self._task = asyncio.create_task(_read(self._call, weakref.ref(self)))
+        refusal = partial(_refusal, link.generation, metadata)
+        self._task = asyncio.create_task(_read(self._call, weakref.ref(self), refusal))
 
     def flush(self) -> None:
         """Sends the core's pending commands."""
@@ -107,11 +116,33 @@ async def _commands(
         yield command
 
 
-async def _read(call: Any, wire: weakref.ref[AsyncWire]) -> None:
+async def _refusal(generation: Any, metadata: Any) -> aio.AioRpcError | None:
+    """Asks why a session was refused, by a call that is refused for the same reasons.
+
+    If a call ends while its first message is being written, gRPC's asyncio forgets the call's
+    status and reports that it could not write.
+    """
+    try:
+        await generation.GetResult(
+            GetResultRequest(), timeout=_REFUSAL_S, metadata=with_trace(metadata)
+        )
+    except aio.AioRpcError as error:
+        if error.code() not in _OF_THE_QUESTION:
+            return error.with_traceback(None)
+    return None
+
+
+async def _read(
+    call: Any,
+    wire: weakref.ref[AsyncWire],
+    refusal: Callable[[], Awaitable[aio.AioRpcError | None]],
+) -> None:
     """Reads a call until it ends or its wire is gone."""
     error: aio.AioRpcError | HeadraceError | None = None
+    is_new = True
     try:
         async for response in call:
+            is_new = False
             if (there := wire()) is None or not there.received(response):
                 call.cancel()
                 return
@@ -119,6 +150,8 @@ async def _read(call: Any, wire: weakref.ref[AsyncWire]) -> None:
     except aio.AioRpcError as failure:
         # Its traceback has the call, and this frame, which has the error.
         error = failure.with_traceback(None)
+        if is_new and failure.code() is grpc.StatusCode.INTERNAL:
+            error = await refusal() or error
     except asyncio.CancelledError as cancelled:
         error = UnavailableError("the session was closed")
         if is_for_task(cancelled):
