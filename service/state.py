@@ -15,6 +15,7 @@ from headrace.v1 import model_service_pb2
 from engine.contract.engine_client import ModelInfo
 from engine.contract.startup import Transfer, size_text
 from service.admission.phases import NO_NEW_WORK, Drain, Phase
+from service.admission.served_adapters import ServedAdapters
 from service.admission.text_pool import TextPool
 from service.convert.converter import Converter
 from service.convert.incoming import IncomingCheck
@@ -42,6 +43,7 @@ class FrontEnd:
     encoder: InputEncoder | None
     converter: Converter
     responder: Responder
+    adapters: ServedAdapters
     registry: Registry
     loads: LoadWatch
     text_pool: TextPool

@@ -332,8 +332,9 @@ def load(
         config: the default config of managers.
         telemetry: notified of what managers do (docs/offline.md); may be None.
         options: fields of LoadConfig: dtype, device, threads, attention, quantization,
-            pack_weights, decoder, tensor_parallel, adapters, max_adapter_rank, max_adapter_bytes.
-            dtype and device may be torch objects, and adapters a dict of directories by name.
+            pack_weights, decoder, tensor_parallel, adapters, max_adapter_rank, max_adapter_bytes,
+            max_adapters. dtype and device may be torch objects, and adapters a dict of directories
+            by name.
 
     Raises:
         ModelRefusedError: the model cannot be loaded, or would not run correctly.
@@ -352,7 +353,8 @@ def load(
     return LoadedModel(verified, config, verified.path, telemetry)
 
 
-_OF_TRANSFORMERS = {
+_OF_OTHERS = {
+    "adapter_root": "is an option of servers, whose operators load adapters; use adapters",
     "attn_implementation": "is not needed: steps have attention of the engine's (attention=…), and "
     "loaded.model.set_attn_implementation is for the model's own calls",
     "device_map": "is not an option here; use device",
@@ -361,14 +363,15 @@ _OF_TRANSFORMERS = {
     "distributed_config": "is not an option here; use tensor_parallel",
     "quantization_config": "is not an option here; use quantization",
 }
-"""Options of from_pretrained, with the equivalents that `load` offers."""
+"""Options of servers and of from_pretrained, with the equivalents that `load` offers."""
 
 
 def _load_config(options: dict[str, Any]) -> LoadConfig:
-    known = [field.name for field in dataclasses.fields(LoadConfig)]
+    names = [field.name for field in dataclasses.fields(LoadConfig)]
+    known = [name for name in names if name not in _OF_OTHERS]
     for name in options:
         if name not in known:
-            hint = _OF_TRANSFORMERS.get(name, "is not an option of engine.load")
+            hint = _OF_OTHERS.get(name, "is not an option of engine.load")
             raise ConfigError(name, f"{hint}; the options are {', '.join(known)}")
     values = dict(options)
     if isinstance(values.get("dtype"), torch.dtype):

@@ -1,6 +1,6 @@
 """Adapters: low-rank additions to a model's linear layers (LoRA), which requests name.
 
-    a directory ─▶ engine.loading.adapters ─▶ Adapter ─▶ LoadedAdapters ─▶ requests that name it
+    AdapterLoad ─▶ engine.loading.adapters ─▶ Adapter ─▶ LoadedAdapters ─▶ requests that name it
                                                                         ─▶ AdapterRows of a step
 
 An adapter is its content: it has a digest of all that changes results, and a request keeps the
@@ -12,14 +12,14 @@ request.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.contract.errors import AdapterNotLoadedError, ConfigError
+from engine.contract.errors import ConfigError
 
 MAX_NAME = 128
 """The maximum length of an adapter's name, in characters."""
@@ -38,6 +38,7 @@ class Adapter:
         rank: its highest rank.
         nbytes: the size of its tensors in memory.
         modules: how many linear layers it changes.
+        base_model: the base model's name, as the adapter's config has it; may be empty.
         weights: its tensors, for what computes them (`engine.models.low_rank`).
     """
 
@@ -46,58 +47,63 @@ class Adapter:
     rank: int
     nbytes: int
     modules: int
+    base_model: str
     weights: object
 
 
-@dataclass(frozen=True, slots=True)
+AdapterState = Literal["loading", "loaded", "unloading"]
+"""unloading: requests have it, and no others get it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInfo:
-    """What the front end knows of an adapter; see Adapter. digest: in hexadecimal."""
+    """What the front end knows of an adapter; see Adapter.
+
+    Attributes:
+        digest: in hexadecimal; empty while it is loaded.
+        is_pinned: whether it stays when others need the memory.
+        requests: how many live requests have it.
+    """
 
     name: str
-    digest: str
-    rank: int
-    nbytes: int
-    modules: int
+    digest: str = ""
+    rank: int = 0
+    nbytes: int = 0
+    modules: int = 0
+    base_model: str = ""
+    state: AdapterState = "loaded"
+    is_pinned: bool = False
+    requests: int = 0
 
 
-class LoadedAdapters:
-    """The adapters that requests may name. Any thread may read them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoad:
+    """An adapter that is to be loaded.
 
-    __slots__ = ("_by_name",)
+    Attributes:
+        name: what requests will call it.
+        source: the name of its directory below adapter_root.
+        is_pinned: whether it stays when others need the memory.
+        replaces: whether it may take the place of a loaded one with the same name.
+        is_of_start: whether the source is a directory anywhere, which the operator gave at start.
+        digest: in hexadecimal, the only content that is loaded; empty: any. It is set where an
+            adapter was loaded before the engine was started again.
+    """
 
-    def __init__(self) -> None:
-        self._by_name: Mapping[str, Adapter] = MappingProxyType({})
+    name: str
+    source: str
+    is_pinned: bool = False
+    replaces: bool = False
+    is_of_start: bool = False
+    digest: str = ""
 
-    def replace(self, adapters: Sequence[Adapter]) -> None:
-        """Let names mean these adapters from now on: one assignment, which no step waits for.
 
-        Live requests keep theirs.
-        """
-        self._by_name = MappingProxyType({one.name: one for one in adapters})
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """An adapter that was loaded, and the names of those that had to go."""
 
-    def of_request(self, name: str) -> Adapter | None:
-        """Return the adapter that a request names, or None if it names none ("").
-
-        Raises:
-            AdapterNotLoadedError: no adapter has this name.
-        """
-        if not name:
-            return None
-        found = self._by_name.get(name)
-        if found is None:
-            raise AdapterNotLoadedError(name)
-        return found
-
-    def all(self) -> tuple[Adapter, ...]:
-        """Return the adapters in the order of their names."""
-        return tuple(one for _, one in sorted(self._by_name.items()))
-
-    def told(self) -> tuple[AdapterInfo, ...]:
-        """Return what the front end knows of them."""
-        return tuple(
-            AdapterInfo(one.name, one.digest.hex(), one.rank, one.nbytes, one.modules)
-            for one in self.all()
-        )
+    adapter: AdapterInfo
+    evicted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,29 +141,35 @@ class AdapterRows:
         return cls(tuple(places), rows, (ends[1:] - ends[0]).astype(np.int64))
 
 
-def named_directories(given: Sequence[str]) -> dict[str, str]:
-    """Return directories by adapter name, from texts "NAME=DIR".
+def at_start(given: Sequence[str]) -> tuple[AdapterLoad, ...]:
+    """Return what an operator gives at start, as texts "NAME=DIR". All of it is pinned.
 
     Raises:
         ConfigError: one has another form, or a name is out of bounds or given twice.
     """
-    found: dict[str, str] = {}
+    found: dict[str, AdapterLoad] = {}
     for text in given:
         name, equals, directory = text.partition("=")
         if not equals or not directory:
             raise ConfigError(
                 OPTION, f"has {_shown(text)}; each is a name and a directory, NAME=DIR"
             )
-        if not _NAME.fullmatch(name):
-            raise ConfigError(
-                OPTION,
-                f"has the name {_shown(name)}; a name has 1 to {MAX_NAME} letters, digits and "
-                "._:/@+-, and begins with a letter or a digit",
-            )
+        if reason := why_no_name(name):
+            raise ConfigError(OPTION, f"has a name that {reason}")
         if name in found:
             raise ConfigError(OPTION, f"has two adapters with the name {name!r}; give each its own")
-        found[name] = directory
-    return found
+        found[name] = AdapterLoad(name=name, source=directory, is_pinned=True, is_of_start=True)
+    return tuple(found.values())
+
+
+def why_no_name(name: str) -> str:
+    """Return why an adapter cannot have a name, or "" if it can."""
+    if _NAME.fullmatch(name):
+        return ""
+    return (
+        f"is {_shown(name)}; a name has 1 to {MAX_NAME} letters, digits and ._:/@+-, and begins "
+        "with a letter or a digit"
+    )
 
 
 def _shown(text: str) -> str:

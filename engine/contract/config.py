@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.contract.adapters import named_directories
+from engine.contract.adapters import at_start
 from engine.contract.errors import ConfigError
 from engine.contract.option_fields import check_bounds, option
 
@@ -408,8 +408,22 @@ class LoadConfig:
         (),
         "An adapter (LoRA) that requests may name, as `NAME=DIR`: a directory that peft has "
         "written ([adapters](adapters.md)).",
-        more="May be repeated.",
+        more="May be repeated. It is pinned.",
         flag="adapter",
+        group=GROUP,
+    )
+    adapter_root: str | None = option(
+        None,
+        "The directory below which operators may name adapters to load "
+        "([LoadAdapter](adapters.md#while-it-serves)).",
+        shown="none are loaded later",
+        group=GROUP,
+    )
+    max_adapters: int = option(
+        256,
+        "Most adapters that requests may name.",
+        low=1,
+        high=4096,
         group=GROUP,
     )
     max_adapter_rank: int = option(
@@ -421,7 +435,8 @@ class LoadConfig:
     )
     max_adapter_bytes: int = option(
         2**30,
-        "Most memory for all adapters together.",
+        "Most memory for all adapters together, with those that were unloaded or replaced and that "
+        "requests still have.",
         low=1,
         high=2**40,
         group=GROUP,
@@ -430,11 +445,12 @@ class LoadConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         object.__setattr__(self, "adapters", tuple(self.adapters))  # lists come from messages
-        named_directories(self.adapters)
-        if self.adapters and self.tensor_parallel != "none":
-            raise ConfigError(
-                "adapters", "are given, and tensor_parallel is auto, which has none; leave one out"
-            ).naming("tensor_parallel")
+        at_start(self.adapters)
+        for name in ("adapters", "adapter_root"):
+            if getattr(self, name) and self.tensor_parallel != "none":
+                raise ConfigError(
+                    name, "is given, and tensor_parallel is auto, which has none; leave one out"
+                ).naming("tensor_parallel")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ConfigError("device", f"is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
         if self.tensor_parallel == "auto":

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.contract.adapters import AdapterInfo
+from engine.contract.adapters import AdapterInfo, AdapterLoad, AdapterLoaded
 from engine.contract.outputs import StepOutputs
 from engine.contract.request import GenerationRequest
 from engine.contract.sampling_params import SamplingParams
@@ -53,7 +53,8 @@ class ModelInfo:
         max_queue_size: the maximum number of waiting requests; 0: no limit.
         heeds_priorities: whether the scheduling policy uses priorities; if not, they are refused.
         speculates: whether steps compute guessed tokens.
-        adapters: those that requests may name.
+        serves_adapters: whether requests may ever name adapters.
+        adapters: those that they may name at first.
         startup: how many seconds the phases of loading took, in order (`engine.contract.startup`).
     """
 
@@ -72,6 +73,7 @@ class ModelInfo:
     max_queue_size: int
     heeds_priorities: bool
     speculates: bool = False
+    serves_adapters: bool = False
     adapters: tuple[AdapterInfo, ...] = ()
     startup: tuple[tuple[str, float], ...] = ()
 
@@ -85,11 +87,13 @@ class Admission:
         arrival: when it was accepted, in seconds of the engine process's monotonic clock; the same
             as `Timings.arrival` in its `Finish`.
         notes: messages for the caller about how the enforced grammar differs from the one given.
+        adapter_digest: the content of the request's adapter, in hexadecimal; empty: it has none.
     """
 
     queue_position: int
     arrival: float
     notes: tuple[str, ...] = ()
+    adapter_digest: str = ""
 
 
 class EngineVerbs(Protocol):
@@ -108,6 +112,7 @@ class EngineVerbs(Protocol):
             DuplicateRequestError: a live request has the same id.
             QueueFullError: too many requests are waiting.
             CompileQueueFullError: too many grammars wait to be compiled.
+            AdapterNotLoadedError: it names an adapter that is not loaded.
             EngineUnavailableError: the engine is loading or stopped.
         """
         ...
@@ -176,6 +181,41 @@ class EngineVerbs(Protocol):
     async def reset_prefix_cache(self) -> None:
         """Discard all cached prefixes, and return when that is done. Running requests keep the
         prefixes they hold until they end.
+
+        Raises:
+            EngineUnavailableError: the engine is loading or stopped.
+        """
+        ...
+
+    async def load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        """Load an adapter. No step waits for that. Requests that are accepted later get it, and
+        those that were accepted before keep what they have.
+
+        Raises:
+            AdapterRefusedError: it cannot be served, or this engine loads none; the message gives
+                the reason.
+            AdapterRoomError: there is no room, also not without those that may go.
+            AdapterExistsError: the name is taken.
+            EngineUnavailableError: the engine is loading or stopped.
+        """
+        ...
+
+    async def unload_adapter(self, name: str, timeout_s: float | None) -> int:
+        """Unload an adapter: requests can no longer name it. Those that have it go on, for
+        `timeout_s` seconds at most if it is given, and are cancelled then. An adapter that is still
+        being loaded under this name is given up.
+
+        Returns:
+            How many requests have it.
+
+        Raises:
+            AdapterNotLoadedError: no adapter has this name.
+            EngineUnavailableError: the engine is loading or stopped.
+        """
+        ...
+
+    async def list_adapters(self) -> tuple[AdapterInfo, ...]:
+        """Return the adapters that are loaded, being loaded, or unloaded and still had by requests.
 
         Raises:
             EngineUnavailableError: the engine is loading or stopped.

@@ -222,6 +222,39 @@ class AdapterRefusedError(ModelRefusedError):
     """An adapter cannot be loaded, or would not be computed correctly. The message says why."""
 
 
+class AdapterRoomError(AdapterRefusedError):
+    """There is no room for another adapter.
+
+    Attributes:
+        missing_bytes: how many bytes of memory are missing; 0 if something else is.
+    """
+
+    def __init__(self, message: str, missing_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
+
+    @classmethod
+    def of(cls, missing_bytes: int, max_bytes: int, max_adapters: int) -> Self:
+        """Return the error for bounds that pinned adapters and those with requests fill."""
+        kept = "and all that are loaded are pinned or have requests: unload one, or raise it"
+        if missing_bytes > 0:
+            error = cls(
+                f"{missing_bytes:,} bytes are missing: max_adapter_bytes is {max_bytes:,}, {kept}",
+                missing_bytes,
+            )
+            return error.naming("max_adapter_bytes")
+        return cls(f"max_adapters is {max_adapters}, {kept}").naming("max_adapters")
+
+
+class AdapterExistsError(HeadraceError):
+    """An adapter cannot be loaded under a name that another one has. `what`: what that is."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"name: an adapter with the name {name!r} {what}")
+        self.name = name
+        self.what = what
+
+
 class AdapterNotLoadedError(HeadraceError):
     """A request names an adapter that is not loaded. `field`: where it names it."""
 
@@ -231,6 +264,7 @@ class AdapterNotLoadedError(HeadraceError):
             "or leave it out"
         )
         self.name = name
+        self.field = field
 
 
 class WeightsRefusedError(ModelRefusedError):

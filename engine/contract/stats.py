@@ -131,6 +131,18 @@ class EngineStats:
     host_blocks_used: int = gauge(
         "headrace.kv_cache.host_blocks.used", "{block}", "On the host, in use."
     )
+    adapters: int = gauge("headrace.adapters", "{adapter}", "Adapters that requests may name.")
+    adapter_bytes: int = gauge(
+        "headrace.adapters.memory", "By", "Taken by these, and by others that requests still have."
+    )
+    adapter_loads: int = counter(
+        "headrace.adapters.loads", "{load}", "How often one was loaded or replaced."
+    )
+    adapter_evictions: int = counter(
+        "headrace.adapters.evictions",
+        "{eviction}",
+        "How often one had to go because another needed its memory.",
+    )
     steps: int = counter("headrace.steps", "{step}", "Steps executed.")
     steps_with_decodes: int = counter(
         "headrace.steps.with_decodes", "{step}", "Steps in which at least one request decoded."

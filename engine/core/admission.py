@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.contract.adapters import LoadedAdapters
 from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
+from engine.contract.loaded_adapters import LoadedAdapters
 from engine.contract.request import (
     MAX_CACHE_SALT_BYTES,
     MAX_CALLER_CHARS,

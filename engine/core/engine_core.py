@@ -31,8 +31,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from engine.contract.adapters import LoadedAdapters
-from engine.contract.errors import AdapterNotLoadedError, RanksLostError
+from engine.contract.adapters import Adapter
+from engine.contract.errors import RanksLostError
+from engine.contract.loaded_adapters import LoadedAdapters
 from engine.contract.outputs import (
     FinishReason,
     RequestFailure,
@@ -75,7 +76,7 @@ class EngineCore:
                 are on the host.
             rope: how the model's rotary frequencies depend on a request's length; None if they do
                 not.
-            adapters: those that requests may name; None: there are none.
+            adapters: those that requests may name, for the statistics; None: there are none.
             clock: returns monotonic seconds.
         """
         self.scheduler = scheduler
@@ -110,6 +111,7 @@ class EngineCore:
         spec: GenerationRequest,
         arrival: float,
         make_matcher: Callable[[], TokenMatcher] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """Add a request that admission has checked.
 
@@ -118,14 +120,10 @@ class EngineCore:
             arrival: monotonic seconds.
             make_matcher: given if the request has a grammar. If it raises, the request ends with an
                 error.
+            adapter: what is applied to the model for it; None: nothing.
         """
         limit = min(len(spec.prompt) + spec.stop.max_tokens, self.max_context_tokens)
         choices = {}
-        adapter, gone = None, None
-        try:
-            adapter = self._adapters.of_request(spec.adapter) if spec.adapter else None
-        except AdapterNotLoadedError as error:  # it was, when the request was checked
-            gone = error
         endings = spec.stop.ending_token_ids
         for choice in range(spec.n):
             self._next_key += 1
@@ -141,9 +139,6 @@ class EngineCore:
             )
             self._bound_drafts(choices[choice])
         live = self._live.add(spec, choices)
-        if gone is not None:
-            self._live.fail_alone(live, str(gone), gone)
-            return
         if make_matcher is not None:
             try:
                 for request in choices.values():
@@ -283,6 +278,7 @@ class EngineCore:
             blocks_used=kv_cache.num_used_blocks,
             blocks_cached=kv_cache.num_cached_blocks,
             **kv_cache.state_figures(),
+            **self._adapters.figures(),
             host_blocks_total=kv_cache.num_host_blocks,
             host_blocks_used=kv_cache.num_used_host_blocks,
             steps=results.num_steps,

@@ -32,8 +32,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+from engine.contract.adapters import Adapter
 from engine.contract.engine_client import Admission
 from engine.contract.errors import (
     DuplicateRequestError,
@@ -104,7 +106,7 @@ class EngineLoop:
         self._window = ModelWindow(self._changed)
         self._inbox = Inbox()
         self._queued: set[RequestId] = set()  # accepted; their add commands are still in the inbox
-        self._live: set[RequestId] = set()
+        self._live: dict[RequestId, Adapter | None] = {}
         self._ends = DrainRate(core.clock, jitter)  # while others wait: each end lets one start
         self._room = QueueRoom(max_queue_size, self._ends, core.clock, jitter)
         self._thread: threading.Thread | None = None
@@ -400,22 +402,33 @@ class EngineLoop:
                 raise EngineUnavailableError(
                     "the engine is not running or is being stopped; try again later"
                 )
+            asked = [request for request, _ in requests]
             names = set()
-            for request, _ in requests:
+            for request in asked:
                 if request.request_id in self._live or request.request_id in names:
                     raise DuplicateRequestError(request.request_id)
                 names.add(request.request_id)
             waiting = len(self._queued) + self._core.num_waiting
-            self._room.enter([request for request, _ in requests], waiting)
+            with self._adapters_of(asked) as adapters:
+                self._room.enter(asked, waiting)
             if not waiting:
                 self._ends.begin()
-            self._live |= names
+            self._live.update(zip((one.request_id for one in asked), adapters, strict=True))
             self._queued |= names
-            for request, make_matcher in requests:
-                self._inbox.put(partial(self._add, request, arrival, make_matcher))
+            for (request, make_matcher), adapter in zip(requests, adapters, strict=True):
+                self._inbox.put(partial(self._add, request, arrival, make_matcher, adapter))
             self._changed.notify_all()
             notes = tuple(note for _, make in requests if make is not None for note in make.notes)
-            return Admission(queue_position=waiting, arrival=arrival, notes=notes)
+            digest = adapters[0].digest.hex() if adapters and adapters[0] is not None else ""
+            return Admission(waiting, arrival, notes, digest)
+
+    def _adapters_of(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AbstractContextManager[tuple[Adapter | None, ...]]:
+        """Give requests the adapters that they name; see LoadedAdapters.begun."""
+        if not any(request.adapter for request in requests):
+            return nullcontext((None,) * len(requests))
+        return self._limits.adapters.begun([request.adapter for request in requests])
 
     def compile_grammar(self, request: GenerationRequest) -> Future[MatcherFactory] | None:
         """Start compiling a request's grammar, for `submit`. Does not block.
@@ -469,6 +482,15 @@ class EngineLoop:
     def unhold_request(self, request_id: str) -> bool:
         """Resume a held request. Returns False if no live request has that id."""
         return self._command(RequestId(request_id), self._core.unhold)
+
+    def cancel_of(self, adapters: Sequence[Adapter]) -> None:
+        """Cancel the requests that have one of these adapters, which requests can no longer
+        name.
+        """
+        gone = {one for one in adapters if not self._limits.adapters.is_loaded(one)}
+        with self._changed:
+            for name in [name for name, adapter in self._live.items() if adapter in gone]:
+                self._command(name, self._core.cancel)
 
     def stats(self) -> EngineStats:
         """Return the engine's current statistics, without the counters of a step that is still
@@ -565,7 +587,11 @@ class EngineLoop:
         self._core.fail_all(_STOPPED_MESSAGE, retryable=True)
 
     def _add(
-        self, request: GenerationRequest, arrival: float, make_matcher: MatcherFactory | None
+        self,
+        request: GenerationRequest,
+        arrival: float,
+        make_matcher: MatcherFactory | None,
+        adapter: Adapter | None,
     ) -> None:
         make_next: Callable[[], TokenMatcher] | None = None
         if make_matcher is not None:
@@ -577,7 +603,7 @@ class EngineLoop:
             make_next = matchers.__next__
         with self._changed:  # so that `submit` counts it exactly once
             self._queued.discard(request.request_id)
-            self._core.add(request, arrival, make_next)
+            self._core.add(request, arrival, make_next, adapter)
 
     def _refuse_late(self, name: RequestId, arrival: float, error: Exception) -> None:
         """End an accepted request whose grammar cannot be followed. No other request is
@@ -623,7 +649,7 @@ class EngineLoop:
         ended = {output.request_id for output in outputs if output.ends_request}
         with self._changed:
             kept = self._queued if self._failure is None else set()
-            names = sorted(self._live - ended - kept)
+            names = sorted(self._live.keys() - ended - kept)
         now = time.monotonic()
         return tuple(end_of_lost(name, failure, now, now) for name in names)
 
@@ -641,7 +667,7 @@ class EngineLoop:
         ended = [output.request_id for output in outputs.outputs if output.ends_request]
         if ended:
             with self._changed:
-                self._live.difference_update(ended)
+                self._limits.adapters.end(self._live.pop(name, None) for name in ended)
                 if self._queued or self._core.num_waiting:
                     self._ends.left(len(ended))
         try:

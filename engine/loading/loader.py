@@ -14,7 +14,7 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ from engine.attention.registry import (
     fall_back,
     register,
 )
-from engine.contract.adapters import named_directories
+from engine.contract.adapters import AdapterLoad
 from engine.contract.config import LoadConfig
 from engine.contract.environment import RankPlace
 from engine.contract.errors import InsufficientMemoryError, ModelRefusedError
@@ -97,9 +97,13 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(
-    model: str, load_config: LoadConfig, progress: Callable[[str], None]
+    model: str,
+    load_config: LoadConfig,
+    progress: Callable[[str], None],
+    adapters: Sequence[AdapterLoad] | None = None,
 ) -> VerifiedModel:
-    """Load and verify a model. `progress` receives one line for each stage.
+    """Load and verify a model. `progress` receives one line for each stage. `adapters`: see
+    `load_adapters`.
 
     Raises:
         ModelRefusedError: the model cannot be loaded, or would run incorrectly.
@@ -112,7 +116,9 @@ def load_model(
 
         ranks = join(load_config, RankPlace.read())
     if ranks is None:
-        return _load(model, load_config, progress, None)
+        verified = _load(model, load_config, progress, None)
+        load_adapters(verified, load_config, progress, adapters)
+        return verified
     with ranks.together():
         return _load(model, load_config, progress, ranks)
 
@@ -136,16 +142,7 @@ def _load(
     progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
     if ranks is not None:
         return verify_model(loaded, path, progress, load_config.attention, ranks=ranks)
-    verified = prepare_model(loaded, path, load_config, progress)
-    load_adapters(
-        verified,
-        path,
-        named_directories(load_config.adapters),
-        max_rank=load_config.max_adapter_rank,
-        max_bytes=load_config.max_adapter_bytes,
-        progress=progress,
-    )
-    return verified
+    return prepare_model(loaded, path, load_config, progress)
 
 
 def prepare_model(

@@ -255,8 +255,10 @@ def free_memory(verified: VerifiedModel) -> tuple[int, int]:
     """
     sharers = 1 if verified.ranks is None else verified.ranks.place.local_world_size
     device_sharers = sharers if verified.device.type == "cpu" else 1
-    host = HostLimits.read().memory_available
-    return device_memory(verified.device).available() // device_sharers, host // sharers
+    # Adapters that may come later have their part.
+    host = HostLimits.read().memory_available - verified.adapters.awaited_bytes
+    device = device_memory(verified.device).available() - verified.adapters.awaited_bytes
+    return max(device, 0) // device_sharers, max(host, 0) // sharers
 
 
 def _compiled_forward(
@@ -264,7 +266,7 @@ def _compiled_forward(
 ) -> ModelForward:
     fallback = getattr(verified.original.generation_config, "compile_config", None)
     options = compile_options(config, fallback)
-    if options and verified.adapters.all():
+    if options and verified.adapters.are_served:
         source = next(iter(options.values())).source
         raise ConfigError(source, "models with adapters are not compiled; leave one of them out")
     if options and verified.probe.recurrence.shapes:

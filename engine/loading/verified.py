@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from engine.attention.interface import AttentionBackend
 from engine.attention.registry import AttentionUnavailableError
-from engine.contract.adapters import LoadedAdapters
 from engine.contract.errors import ModelChangedError, ModelRefusedError, WeightsRefusedError
+from engine.contract.loaded_adapters import LoadedAdapters
 from engine.contract.rope import RopeLengths
 from engine.contract.sampling_params import SamplingParams
 from engine.contract.types import TokenId

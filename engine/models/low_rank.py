@@ -157,6 +157,8 @@ def add_to(rows: AdapterRows, path: str, x: torch.Tensor, y: torch.Tensor) -> No
     """
     x, y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
     found = [weights_of(one).modules.get(path) for one in rows.adapters]
+    if not any(found):
+        return
     nothing = (LowRank * 1)()
     tables = [ctypes.addressof(nothing if one is None else one) for one in found]
     step = StepTables.of(rows, tables)

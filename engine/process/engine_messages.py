@@ -14,11 +14,14 @@ from typing import Any
 
 import msgspec
 
+from engine.contract.adapters import AdapterLoad
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
 from engine.contract.engine_client import ModelInfo
 from engine.contract.errors import (
+    AdapterExistsError,
     AdapterNotLoadedError,
     AdapterRefusedError,
+    AdapterRoomError,
     CompileQueueFullError,
     ConfigError,
     DownloadError,
@@ -36,13 +39,16 @@ from engine.contract.startup import Transfer
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first message: what to load. Options are keyword arguments of the config classes."""
+    """The first message: what to load. Options are keyword arguments of the config classes.
+    `adapters`: those that the process before had; None: there was none.
+    """
 
     model: str
     config: dict[str, Any]
     load_config: dict[str, Any]
     log_level: str
     log_level_of: tuple[str, ...] = ()
+    adapters: tuple[AdapterLoad, ...] | None = None
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
@@ -157,7 +163,12 @@ def to_wire(error: HeadraceError) -> WireError:
         case InvalidRequestError() | UnsupportedFeatureError():
             return WireError(type(error).__name__, (error.field, error.description))
         case AdapterNotLoadedError():
-            return WireError("AdapterNotLoadedError", (error.name,))
+            return WireError("AdapterNotLoadedError", (error.name, error.field))
+        case AdapterExistsError():
+            return WireError("AdapterExistsError", (error.name, error.what))
+        case AdapterRoomError():
+            told = (str(error), error.missing_bytes)
+            return WireError("AdapterRoomError", told, error.mentions)
         case DuplicateRequestError():
             return WireError("DuplicateRequestError", (error.request_id,))
         case QueueFullError():
@@ -186,8 +197,10 @@ _CLASSES: dict[str, type[HeadraceError]] = {
     for kind in (
         InvalidRequestError,
         UnsupportedFeatureError,
+        AdapterExistsError,
         AdapterNotLoadedError,
         AdapterRefusedError,
+        AdapterRoomError,
         DuplicateRequestError,
         QueueFullError,
         CompileQueueFullError,

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, BinaryIO
 
+from engine.contract.adapters import AdapterInfo, AdapterLoad, AdapterLoaded
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
 from engine.contract.engine_client import Admission, ModelInfo, ProgressSink, StepSink
 from engine.contract.errors import EngineUnavailableError
@@ -28,6 +29,7 @@ from engine.core.admission import AdmissionLimits
 from engine.core.loop import EngineLoop
 from engine.core.threads import await_on_own_thread
 from engine.logs.levels import set_levels
+from engine.process.adapter_loads import AdapterLoads
 from engine.text import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -46,11 +48,13 @@ class LocalEngineClient:
         load_config: LoadConfig | None = None,
         *,
         owns_process: bool = False,
+        adapters: tuple[AdapterLoad, ...] | None = None,
     ) -> None:
         """Create the client; `start` loads the model.
 
         Args:
             model: a directory, or a hub id.
+            adapters: those that an engine had before this one, in place of load_config's.
             owns_process: whether the engine has the process to itself. If so, everything that was
                 imported and loaded is frozen, so that the garbage collector does not scan some
                 400,000 objects again and again.
@@ -59,6 +63,8 @@ class LocalEngineClient:
         self._model = model
         self._config = config or ContinuousBatchingConfig()
         self._load_config = load_config or LoadConfig()
+        self._adapters = adapters
+        self._adapter_loads: AdapterLoads | None = None
         self._engine: EngineLoop | None = None
         self._verified: VerifiedModel | None = None
         self._held: BinaryIO | None = None
@@ -108,12 +114,13 @@ class LocalEngineClient:
             gc.disable()  # a fifth of the time that the imports take
         from engine.assembly import build_loop
         from engine.hub.cache import hold
+        from engine.loading.adapters.adapter_loading import AdapterLoader
         from engine.loading.loader import load_model
 
         if self._owns_process:
             gc.freeze()
             gc.enable()
-        verified = load_model(self._model, self._load_config, stages)
+        verified = load_model(self._model, self._load_config, stages, self._adapters)
         self._verified = verified
         self._held = hold(verified.path)
         engine, limits, plan = build_loop(
@@ -123,6 +130,10 @@ class LocalEngineClient:
             sink=bridge.deliver,
             tokenizer=_load_tokenizer(verified),
         )
+        loader = None
+        if self._load_config.adapter_root is not None:
+            loader = AdapterLoader(verified, self._load_config)
+        self._adapter_loads = AdapterLoads(engine, verified.adapters, loader)
         stages.enter(WARM_UP)
         stages("warming up")
         engine.warmup()
@@ -187,6 +198,18 @@ class LocalEngineClient:
             raise EngineUnavailableError("the engine has stopped, and its prefix cache with it")
         await asyncio.wrap_future(engine.reset_prefix_cache())
 
+    async def load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        """Load an adapter beside the steps; see the protocol."""
+        return await self._loads().load(load)
+
+    async def unload_adapter(self, name: str, timeout_s: float | None) -> int:
+        """Unload an adapter; see the protocol."""
+        return self._loads().unload(name, timeout_s)
+
+    async def list_adapters(self) -> tuple[AdapterInfo, ...]:
+        """Return the adapters; see the protocol."""
+        return self._loads().told()
+
     async def set_log_level(self, level: str, level_of: tuple[str, ...] = ()) -> None:
         """Set the log levels of this process; see the protocol."""
         logging.getLogger().setLevel(level.upper())
@@ -221,6 +244,12 @@ class LocalEngineClient:
     def failure(self) -> Exception | None:
         """The reason why the engine is dead, or None if it is not."""
         return self._engine.failure if self._engine is not None else None
+
+    def _loads(self) -> AdapterLoads:
+        self._running()
+        if self._adapter_loads is None:
+            raise RuntimeError("the engine was built without")
+        return self._adapter_loads
 
     def _running(self) -> EngineLoop:
         if self._engine is None:
@@ -294,6 +323,7 @@ def _describe(
         max_queue_size=config.max_queue_size,
         heeds_priorities=limits.heeds_priorities,
         speculates=speculates,
+        serves_adapters=verified.adapters.are_served,
         adapters=verified.adapters.told(),
         startup=startup,
     )

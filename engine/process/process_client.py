@@ -24,10 +24,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import msgspec
 
+from engine.contract.adapters import AdapterLoad, AdapterLoaded, at_start
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
 from engine.contract.engine_client import (
     Admission,
@@ -108,6 +110,9 @@ class ProcessEngineClient(EngineClient):
             log_level,
             log_level_of,
         )
+        # What a process that is started again loads: all that the one before had.
+        loads = at_start(() if load_config is None else load_config.adapters)
+        self._adapters = {one.name: one for one in loads}
         self._is_restartable = load_config is None or load_config.tensor_parallel == "none"
         self._hang_timeout_s = hang_timeout_s
         self._sink: StepSink | None = None
@@ -134,14 +139,13 @@ class ProcessEngineClient(EngineClient):
         """Start the process, which loads while the caller prepares for `start`. Call it in the main
         thread.
         """
-        self._launched = self._spawn()
-
-    def _spawn(self) -> tuple[EngineProcess, socket.socket]:
-        """Start a process and send it what to load. Also return this side's end of its socket."""
-        process, ours = EngineProcess.spawn(self._program)
+        self._launched = _, ours = EngineProcess.spawn(self._program)
         with contextlib.suppress(ConnectionError):  # it has ended, which its socket's reader sees
-            ours.sendall(b"".join(frame(self._start_message, msgspec.msgpack.Encoder())))
-        return process, ours
+            ours.sendall(b"".join(frame(self._starting(), msgspec.msgpack.Encoder())))
+
+    def _starting(self) -> messages.Start:
+        adapters = tuple(self._adapters.values())
+        return msgspec.structs.replace(self._start_message, adapters=adapters)
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
         """Start a process and load the model in it; see the protocol.
@@ -161,10 +165,13 @@ class ProcessEngineClient(EngineClient):
         self._durations.clear()
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
-        self._process, ours = self._launched or self._spawn()
+        is_told = self._launched is not None
+        self._process, ours = self._launched or EngineProcess.spawn(self._program)
         self._launched = None
         reader, writer = await asyncio.open_connection(sock=ours)
         self._writer = FrameWriter(writer)
+        if not is_told:
+            self._writer.write(self._starting())
         frames = FrameReader(reader, msgspec.msgpack.Decoder(messages.Message))
         self._last_heard = time.monotonic()
         self._tasks = [
@@ -172,10 +179,14 @@ class ProcessEngineClient(EngineClient):
             loop.create_task(self._watch(self._process)),
         ]
         try:
-            return await self._started
+            info = await self._started
         except BaseException:
             await self._end_process()
             raise
+        self._adapters = {
+            one.name: replace(self._adapters[one.name], digest=one.digest) for one in info.adapters
+        }
+        return info
 
     async def close(self) -> None:
         """Stop immediately; see the protocol."""
@@ -267,6 +278,20 @@ class ProcessEngineClient(EngineClient):
         await self._call(EngineVerbs.resume)
         self._is_paused = False
         self._last_step = time.monotonic()  # the pause itself does not count as a hang
+
+    async def load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        """Load an adapter; see the protocol. Later processes load it, too."""
+        loaded: AdapterLoaded = await self._call(EngineVerbs.load_adapter, load)
+        self._adapters[load.name] = replace(load, digest=loaded.adapter.digest)
+        for name in loaded.evicted:
+            self._adapters.pop(name, None)
+        return loaded
+
+    async def unload_adapter(self, name: str, timeout_s: float | None) -> int:
+        """Unload an adapter; see the protocol. Later processes do not load it."""
+        requests: int = await self._call(EngineVerbs.unload_adapter, name, timeout_s)
+        self._adapters.pop(name, None)
+        return requests
 
     async def set_log_level(self, level: str, level_of: tuple[str, ...] = ()) -> None:
         """Set the log level of this process and of later ones; see the protocol."""

@@ -186,7 +186,9 @@ async def serve(connection: socket.socket) -> None:
         answers.write(Refused(0, to_wire(error)))
         await answers.flush()
         return
-    engine = LocalEngineClient(start.model, config, load_config, owns_process=True)
+    engine = LocalEngineClient(
+        start.model, config, load_config, owns_process=True, adapters=start.adapters
+    )
     # Other ranks may wait for this one; they end cleanly if they are told to.
     await Worker(engine, frames, answers).run(close=load_config.tensor_parallel == "auto")
 

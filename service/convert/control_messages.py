@@ -17,14 +17,11 @@ from service.config import LOG_LEVELS
 from service.convert.model import server_version
 from service.convert.response import cancel_result
 from service.convert.snapshot import OperatorPause, Snapshot
-from service.convert.values import interval_seconds, seconds, to_duration
+from service.convert.values import interval_seconds, page_size_of, to_duration
 from service.delivery.served_request import ServedRequest
-from service.door.network_config import DAY_S
 from service.errors.call_errors import FieldError
 
 DEFAULT_INTERVAL_S = 1.0
-DEFAULT_PAGE_SIZE = 100
-MAX_PAGE_SIZE = 1000
 MAX_CANCELS = 1024
 MAX_REASON_BYTES = 256
 
@@ -57,20 +54,6 @@ def interval_of(request: pb.WatchStatisticsRequest) -> float:
     if not request.HasField("interval"):
         return DEFAULT_INTERVAL_S
     return interval_seconds(request.interval, "interval")
-
-
-def drain_timeout_of(request: pb.DrainRequest) -> float | None:
-    """Return the timeout of a request in seconds, or None for the server's default.
-
-    Raises:
-        FieldError: it is out of bounds.
-    """
-    if not request.HasField("timeout"):
-        return None
-    timeout_s = seconds(request.timeout, "timeout")
-    if timeout_s > DAY_S:
-        raise FieldError("timeout", f"is {timeout_s:g} s; at most {DAY_S:g} s are allowed")
-    return timeout_s
 
 
 def check_reason(reason: str) -> str:
@@ -120,10 +103,10 @@ def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
     Raises:
         FieldError: the page token was not made by this server.
     """
-    size, token = request.page_size or DEFAULT_PAGE_SIZE, request.page_token
+    size, token = page_size_of(request.page_size), request.page_token
     if token and not (token.isascii() and token.isdigit() and len(token) <= 20):
         raise FieldError("page_token", "is not a next_page_token of this server; leave it out")
-    return min(size, MAX_PAGE_SIZE), int(token or 0)
+    return size, int(token or 0)
 
 
 # ---- answers -----------------------------------------------------------------------------------
@@ -234,6 +217,7 @@ def live_request(request: ServedRequest, now: float) -> pb.LiveRequest:
         labels=[
             generation_pb2.Label(name=name, value=value) for name, value in request.labels.items()
         ],
+        adapter=request.adapter,
     )
 
 

@@ -31,6 +31,7 @@ from engine.contract.types import CallerKey, RequestId
 from engine.text import StopStrings, TextStream
 from service.admission.accounts import Account
 from service.admission.footprint import Footprint
+from service.admission.served_adapters import MayUse, ServedAdapters
 from service.convert.expected_output import predicted_ids
 from service.convert.forms import ReplyPlan, reply_plan
 from service.convert.inputs import InputEncoder, Rendered, Truncation
@@ -108,7 +109,7 @@ class Draft:
         labels: the caller's labels.
         footprint: the memory that the message takes.
         digest: the hash of the call's content if it may be retried, otherwise empty.
-        adapter: the name of the adapter that the spec names, as adapter or as model; empty: none.
+        may_use: says which adapters the caller may use.
     """
 
     spec: generation_pb2.GenerationSpec
@@ -117,7 +118,7 @@ class Draft:
     labels: Mapping[str, str]
     footprint: Footprint
     digest: bytes
-    adapter: str = ""
+    may_use: MayUse
 
 
 def _digest(message: SpecMessage, spec: generation_pb2.GenerationSpec) -> bytes:
@@ -144,19 +145,20 @@ class Converter:
         encoder: InputEncoder | None,
         limits: RequestLimits,
         names: Sequence[str],
+        adapters: ServedAdapters,
         reply: ModelFormat | None,
         lacking: Mapping[str, str],
     ) -> None:
         """`encoder`: None if the model has no tokenizer. `names`: the names by which requests may
-        refer to the model, starting with its own. `reply`: the format of its replies to
-        conversations, or None if they are plain text. `lacking`: why tool choices or reasoning
-        limits are unavailable, by capability name.
+        refer to the model, starting with its own. `adapters`: those that they may name. `reply`:
+        the format of its replies to conversations, or None if they are plain text. `lacking`: why
+        tool choices or reasoning limits are unavailable, by capability name.
         """
         self._info = info
         self._encoder = encoder
         self._limits = limits
         self._names = tuple(names)
-        self._adapters = frozenset(one.name for one in info.adapters)
+        self._adapters = adapters
         self._reply = reply
         self._lacking = lacking
 
@@ -166,21 +168,18 @@ class Converter:
             raise NoTokenizerError
         return self._encoder
 
-    def draft(self, message: SpecMessage, field: str = "spec") -> Draft:
-        """Check a message's spec before any work is done for it. `field`: the spec's path in the
-        message.
+    def draft(self, message: SpecMessage, may_use: MayUse, field: str = "spec") -> Draft:
+        """Check a message's spec before any work is done for it. `may_use`: says which adapters the
+        caller may use. `field`: the spec's path in the message.
 
         Raises:
             FieldError: the spec is missing, or the request's id or labels are invalid.
-            ModelNotFoundError: the spec names another model.
-            AdapterNotLoadedError: the spec names an adapter that is not loaded.
         """
         if not message.HasField("spec"):
             raise FieldError(field, "is missing; say what to generate")
         spec = message.spec
         if spec.request_id:
             check_request_id(spec.request_id, f"{field}.request_id")
-        adapter = self._adapter(spec, field)
         return Draft(
             spec=spec,
             field=field,
@@ -188,22 +187,22 @@ class Converter:
             labels=check_labels(spec.labels, f"{field}.labels") if spec.labels else NO_LABELS,
             footprint=message_footprint(spec),
             digest=_digest(message, spec) if spec.request_id else b"",
-            adapter=adapter,
+            may_use=may_use,
         )
 
-    def _adapter(self, spec: generation_pb2.GenerationSpec, field: str) -> str:
+    def _adapter(self, draft: Draft) -> str:
         """Return the name of the adapter that a spec names; its model's name may be one."""
-        loaded, model, adapter = self._adapters, spec.model, spec.adapter
+        adapters, model, adapter = self._adapters, draft.spec.model, draft.spec.adapter
         if model and model not in self._names:
-            if model not in loaded:
-                raise ModelNotFoundError(f"{field}.model", model, self._names)
+            if not adapters.has(model, draft.may_use):
+                raise ModelNotFoundError(f"{draft.field}.model", model, self._names)
             if adapter not in ("", model):
                 raise FieldError(
-                    f"{field}.adapter", "is another adapter than the one that model names; name one"
+                    "adapter", "is another adapter than the one that model names; name one"
                 )
             return model
-        if adapter and loaded and adapter not in loaded:
-            raise AdapterNotLoadedError(adapter, f"{field}.adapter")
+        if adapter and adapters.are_served and not adapters.has(adapter, draft.may_use):
+            raise AdapterNotLoadedError(adapter, f"{draft.field}.adapter")
         return adapter
 
     async def submission(
@@ -226,6 +225,9 @@ class Converter:
                 are delivered in one message, whatever the spec says.
 
         Raises:
+            ModelNotFoundError: the spec names another model.
+            AdapterNotLoadedError: the spec names an adapter that is not loaded, or that the caller
+                may not use.
             FieldError: a field is wrong. The error names it by its path in the spec.
             InvalidRequestError, UnsupportedFeatureError: a field is wrong. The error names it as in
                 the engine.
@@ -322,10 +324,10 @@ class Converter:
         engine_id: RequestId,
     ) -> GenerationRequest:
         """Return the engine's request without the prompt and what depends on its length."""
-        spec = draft.spec
+        spec, adapter = draft.spec, self._adapter(draft)
         refuse_unsupported(
             spec,
-            has_adapters=bool(self._adapters),
+            has_adapters=self._adapters.are_served,
             heeds_priorities=self._info.heeds_priorities,
             has_tokenizer=self._encoder is not None,
         )
@@ -334,7 +336,7 @@ class Converter:
         request = GenerationRequest(
             request_id=engine_id,
             prompt=NO_IDS,
-            adapter=draft.adapter,
+            adapter=adapter,
             n=self._choices(spec),
             priority=_priority(spec.scheduling, max_priority),
             cache_salt=cache_salt(account.identity, spec.cache.salt),

@@ -37,7 +37,9 @@ INSTEAD = {
     "chat": _LAID_OUT,
     "tools": _LAID_OUT,
     "content_parts": _LAID_OUT,
-    "adapters": "it has none, which its operator adds with --adapter; leave adapter out",
+    "adapters": (
+        "it has none, which its operator adds with --adapter or --adapter-root; leave adapter out"
+    ),
     "priorities": (
         "its scheduler heeds none, which its operator changes with --scheduler fair; leave "
         "scheduling.priority out"

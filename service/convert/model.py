@@ -21,7 +21,7 @@ from service.convert.response import sampling_message
 from service.convert.values import to_duration
 from service.replies import ModelFormat
 
-SCHEMA_REVISION = 12
+SCHEMA_REVISION = 13
 """The revision of the contract. It grows with every change."""
 MINIMUM_CLIENT_REVISION = 7
 """The oldest client revision that this server supports."""
@@ -105,7 +105,7 @@ def _capabilities(
                 *(("typed_replies",) if chat and reply is not None else ()),
                 *(("tool_choice",) if chat and reply and reply.call_form else ()),
                 *(("reasoning_budget",) if chat and reply and reply.reasons else ()),
-                *(("adapters",) if info.adapters else ()),
+                *(("adapters",) if info.serves_adapters else ()),
                 *(("priorities",) if info.heeds_priorities else ()),
                 "prediction",
             }

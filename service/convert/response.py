@@ -203,6 +203,7 @@ class Responder:
             accept_time=at,
             n=event.n,
             notes=event.notes,
+            adapter_digest=event.adapter_digest,
         )
 
     def prompt(self, event: events.PromptProcessed) -> generation_pb2.PromptProcessed:

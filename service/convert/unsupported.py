@@ -10,7 +10,10 @@ from headrace.v1 import generation_pb2
 
 from service.errors.call_errors import UnsupportedFieldError
 
-_NO_ADAPTERS = "names an adapter, and this server has none, which its operator adds with --adapter"
+_NO_ADAPTERS = (
+    "names an adapter, and this server has none, which its operator adds with --adapter or "
+    "--adapter-root"
+)
 
 
 _NO_TOKENIZER = "the model has no tokenizer"

@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from google.protobuf import duration_pb2
+from google.protobuf.message import Message
 from headrace.v1 import generation_pb2
 
 from engine.contract.token_ids import TokenIds
+from service.door.network_config import DAY_S
 from service.errors.call_errors import FieldError
 
 MIN_INTERVAL_S = 0.1
 MAX_INTERVAL_S = 3600.0
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
 MAX_LABELS = 16
 MAX_LABEL_BYTES = 128
 _LABEL_NAME = re.compile(r"[A-Za-z0-9._/-]{1,64}")
@@ -51,6 +55,25 @@ def interval_seconds(duration: duration_pb2.Duration, field: str) -> float:
             f"{MAX_INTERVAL_S:g} s",
         )
     return interval_s
+
+
+def bounded_seconds(message: Message, field: str) -> float | None:
+    """Return the duration in a message's field in seconds, or None if there is none.
+
+    Raises:
+        FieldError: it is longer than a day, or invalid.
+    """
+    if not message.HasField(field):
+        return None
+    found = seconds(getattr(message, field), field)
+    if found > DAY_S:
+        raise FieldError(field, f"is {found:g} s; at most {DAY_S:g} s are allowed")
+    return found
+
+
+def page_size_of(asked: int) -> int:
+    """Return how many entries a page has if this many are asked for; 0: it was not said."""
+    return min(asked or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 
 def to_duration(value: float) -> duration_pb2.Duration:

@@ -126,7 +126,8 @@ def held_logprobs(candidates: int) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
     """The request was accepted, with the effective parameters. `accepted_at`: wall-clock seconds.
-    `notes`: constraints that are enforced differently from how they were written.
+    `notes`: constraints that are enforced differently from how they were written. `adapter_digest`:
+    the content of its adapter, in hexadecimal; empty: none.
     """
 
     request_id: str
@@ -141,6 +142,7 @@ class Accepted:
     accepted_at: float
     n: int = 1
     notes: tuple[str, ...] = ()
+    adapter_digest: str = ""
 
     @property
     def size(self) -> int:
@@ -153,7 +155,7 @@ class Accepted:
             + len(stop.eos_token_ids)
         )
         entries = 2 * len(sampling.logit_bias) + ids
-        texts = sum(map(len, self.stop_strings)) + sum(map(len, self.notes))
+        texts = sum(map(len, (*self.stop_strings, *self.notes, self.adapter_digest)))
         return EVENT_BYTES + entries * _TOKEN_BYTES + texts
 
     @property
@@ -169,7 +171,7 @@ class Accepted:
             biases.ids.packed,
             biases.packed,
         )
-        texts = sum(map(len, self.stop_strings)) + sum(map(len, self.notes))
+        texts = sum(map(len, (*self.stop_strings, *self.notes, self.adapter_digest)))
         return 2 * HELD_EVENT_BYTES + sum(map(len, packed)) + texts
 
 

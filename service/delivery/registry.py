@@ -277,6 +277,7 @@ class Registry:
             accepted_at=time.time(),
             n=asked.n,
             notes=admission.notes,
+            adapter_digest=admission.adapter_digest,
         )
         request.accept(accepted, admission.arrival, stream)
 

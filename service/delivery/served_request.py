@@ -103,7 +103,7 @@ class ServedRequest:
         identity, request_id: the owner of the request, and its id there.
         engine_id: its name in the engine, unique in this process.
         serial: its number among the process's requests, from 1.
-        priority, time_limit_s: as given to the engine.
+        priority, time_limit_s, adapter: as given to the engine.
         holding: what it takes from admission's limits.
         state: its current state.
         log: its events.
@@ -139,6 +139,7 @@ class ServedRequest:
         self.serial = serial
         self.priority = request.priority
         self.time_limit_s = request.time_limit_s
+        self.adapter = request.adapter
         self.holding = holding
         self.state = State.ADMITTING
         self.log = EventLog(

@@ -13,6 +13,7 @@
     token_sha256 = "…"
     services = ["GenerationService"]
     may_call_for_others = true                    # may name the user of a call: `accounts`
+    adapters = ["search", "team-*"]               # those that it may use; absent: all; []: none
 
     [[callers]]
     identity = "operators"
@@ -22,8 +23,8 @@
 Only digests of tokens are stored. Tokens are random (`headrace-server token` makes them), so a
 plain SHA-256 cannot be reversed, and needs no salt. An identity may have several entries, for
 example a second token with fewer services; all of them see the same requests. Grants (`services`,
-`may_call_for_others`) apply only to their entry. Limits (`weight`, `max_priority`) apply to the
-identity: one entry is enough, and entries that set them must agree.
+`may_call_for_others`, `adapters`) apply only to their entry. Limits (`weight`, `max_priority`)
+apply to the identity: one entry is enough, and entries that set them must agree.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.contract.adapters import why_no_name
 from engine.contract.errors import ConfigError
 from engine.contract.request import MAX_PRIORITY, MAX_WEIGHT
 from service.admission.accounts import ANONYMOUS, USUAL_WEIGHT
@@ -53,6 +55,8 @@ SERVICES = {
 """The services that can be granted, by their names in the file. Health is open to all callers."""
 MAX_TOKENS = 1024
 """The most tokens in the file. Each call is compared with all of them."""
+MAX_ADAPTERS = 256
+"""The most names of adapters in an entry. Requests that name one are compared with all of them."""
 MAX_FILE_BYTES = 512 << 10
 """The largest size of the file: twice what entries for all tokens take. Reading it again stops all
 calls for about 2 s per MiB.
@@ -72,6 +76,7 @@ _KEYS = frozenset(
         "weight",
         "max_priority",
         "may_call_for_others",
+        "adapters",
     }
 )
 
@@ -86,6 +91,7 @@ class CallerEntry:
         weight: its share of service and limits relative to others.
         max_priority: the highest priority that its requests may have.
         may_call_for_others: whether it may name users to call for.
+        adapters: the adapters that it may use: names, and beginnings with "*" behind them.
     """
 
     identity: str
@@ -93,6 +99,13 @@ class CallerEntry:
     weight: float = USUAL_WEIGHT
     max_priority: int = MAX_PRIORITY
     may_call_for_others: bool = False
+    adapters: frozenset[str] = frozenset({EVERYTHING})
+
+    def may_use(self, adapter: str) -> bool:
+        """Return whether the caller may use the adapter with a name."""
+        return adapter in self.adapters or any(
+            one.endswith(EVERYTHING) and adapter.startswith(one[:-1]) for one in self.adapters
+        )
 
     def may_call(self, method: str) -> bool:
         """Return whether the caller may call a method, given as /package.Service/Method."""
@@ -132,6 +145,7 @@ class CallerTable:
                 found[caller.identity] = replace(
                     before,
                     services=before.services | caller.services,
+                    adapters=before.adapters | caller.adapters,
                     may_call_for_others=before.may_call_for_others or caller.may_call_for_others,
                 )
         return frozenset(found.values())
@@ -227,8 +241,30 @@ def _entry(entry: Any, where: str) -> _Entry:
     names_others = entry.get("may_call_for_others", False)
     if not isinstance(names_others, bool):
         raise ConfigError("auth_file", f"{where}.may_call_for_others must be true or false")
-    caller = CallerEntry(identity, frozenset(services), may_call_for_others=names_others)
+    caller = CallerEntry(
+        identity,
+        frozenset(services),
+        may_call_for_others=names_others,
+        adapters=_adapters(entry, where),
+    )
     return _Entry(where, caller, _bounds_of(entry, where), digests, names)
+
+
+def _adapters(entry: dict[str, Any], where: str) -> frozenset[str]:
+    adapters = _strings(entry.get("adapters", EVERYTHING), f"{where}.adapters")
+    if len(adapters) > MAX_ADAPTERS:
+        raise ConfigError(
+            "auth_file",
+            f"{where}.adapters has {len(adapters)} names; at most {MAX_ADAPTERS} are allowed: give "
+            'beginnings, such as "team-*"',
+        )
+    for name in adapters:
+        begins = name.removesuffix(EVERYTHING)
+        if (begins or name != EVERYTHING) and (reason := why_no_name(begins)):
+            raise ConfigError(
+                "auth_file", f"{where}.adapters has a name that {reason}; * may end it"
+            )
+    return frozenset(adapters)
 
 
 def _bounds_of(entry: dict[str, Any], where: str) -> dict[str, Any]:

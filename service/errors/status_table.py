@@ -24,7 +24,10 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from engine.contract.errors import (
+    AdapterExistsError,
     AdapterNotLoadedError,
+    AdapterRefusedError,
+    AdapterRoomError,
     CompileQueueFullError,
     ConfigError,
     DuplicateRequestError,
@@ -234,6 +237,16 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
         AdapterNotLoadedError,
         _as(_Code.NOT_FOUND, "ADAPTER_NOT_LOADED", lambda error: {"adapter": error.name[:64]}),
     ),
+    (AdapterExistsError, _as(_Code.ALREADY_EXISTS, "ADAPTER_LOADED")),
+    (
+        AdapterRoomError,
+        _as(
+            _Code.RESOURCE_EXHAUSTED,
+            "ADAPTERS_FULL",
+            lambda error: {"missing_bytes": str(error.missing_bytes)},
+        ),
+    ),
+    (AdapterRefusedError, _as(_Code.FAILED_PRECONDITION, "ADAPTER_REFUSED")),
     (
         WrongInstanceError,
         _as(

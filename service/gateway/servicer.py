@@ -72,7 +72,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         registry = front.registry
         with named_for_gateway():
             message = generation(request, front.info.max_context_tokens)
-            draft = front.converter.draft(message, SPEC)
+            draft = front.converter.draft(message, permit.caller.may_use, SPEC)
         answers = Answers(request, front.max_send_bytes)
         del request, message  # the draft has what is needed
         stream = registry.open_stream(permit.account)

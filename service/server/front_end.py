@@ -6,8 +6,9 @@ InputEncoder ─▶ Converter ─▶ Registry ─▶ Responder          ModelCar
 
 from __future__ import annotations
 
-from engine.contract.engine_client import ModelInfo
+from engine.contract.engine_client import EngineVerbs, ModelInfo
 from engine.text import Tokenizer
+from service.admission.served_adapters import ServedAdapters
 from service.admission.text_pool import TextPool
 from service.config import ServiceConfig
 from service.convert.converter import Converter
@@ -25,6 +26,7 @@ from service.telemetry.setup import ServerTelemetry
 
 def make_front_end(
     config: ServiceConfig,
+    client: EngineVerbs,
     info: ModelInfo,
     tokenizer: Tokenizer | None,
     reply: ModelFormat | None,
@@ -39,10 +41,14 @@ def make_front_end(
 
     Args:
         config: the server's options.
+        client: the engine.
         info, tokenizer, reply: the model, as described by the engine and `ModelText`.
         instance_id, registry, loads, text_pool: the parts of the server that do not depend on the
             model.
         telemetry: receives the model's name; the front end uses its spans and metrics.
+
+    Raises:
+        ConfigError: an adapter has a name of the model.
     """
     encoder = None
     if tokenizer is not None:
@@ -55,6 +61,7 @@ def make_front_end(
     card = model_card(info, tokenizer, config, instance_id, reply)
     lacking = why_lacking(tokenizer, reply, config.reply_parser)
     names = (card.name, *card.aliases)
+    adapters = ServedAdapters(client, info, names)
     if (spans := telemetry.spans) is not None:
         spans.loaded(card.name, None if tokenizer is None else tokenizer.decode)
     limits = request_limits_of(config)
@@ -63,8 +70,9 @@ def make_front_end(
         card=card,
         encoder=encoder,
         lacking=lacking,
-        converter=Converter(info, encoder, limits, names, reply, lacking),
+        converter=Converter(info, encoder, limits, names, adapters, reply, lacking),
         responder=Responder(tokenizer, instance_id),
+        adapters=adapters,
         registry=registry,
         loads=loads,
         text_pool=text_pool,

@@ -304,6 +304,7 @@ class HeadraceServer:
         await self.control.engine_started()
         front = make_front_end(
             self._config,
+            self._client,
             info,
             tokenizer,
             reply,

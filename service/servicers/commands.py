@@ -97,7 +97,8 @@ class CommandReader:
                     await self._permit.check()
                     self._state.incoming.check(command)  # limits the parts of waiting commands
                     if command.HasField("add"):
-                        draft = self._front.converter.draft(command.add, "add.spec")
+                        may_use = self._permit.caller.may_use
+                        draft = self._front.converter.draft(command.add, may_use, "add.spec")
                 except (UnknownCallerError, NotGrantedError) as error:
                     self._reject(command, error)
                     raise

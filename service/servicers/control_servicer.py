@@ -17,6 +17,8 @@ from headrace.v1 import control_service_pb2_grpc
 
 from service.admission.places import Places
 from service.convert import control_messages as convert
+from service.convert.adapter_messages import adapter_message, load_of
+from service.convert.values import bounded_seconds
 from service.door.auth import current_permit
 from service.servicers.operator_control import Control
 
@@ -108,7 +110,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         """Start draining the server."""
-        timeout_s = convert.drain_timeout_of(request)
+        timeout_s = bounded_seconds(request, "timeout")
         drain, was_draining = self._control.drain(timeout_s, convert.check_reason(request.reason))
         return pb.DrainResponse(
             drain=convert.drain_message(drain),
@@ -123,6 +125,23 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         await self._control.engine().reset_prefix_cache()
         logger.warning("the prefix cache was reset")
         return pb.ResetPrefixCacheResponse()
+
+    async def LoadAdapter(
+        self, request: pb.LoadAdapterRequest, context: Any
+    ) -> pb.LoadAdapterResponse:
+        """Load an adapter, or replace one."""
+        loaded = await self._control.load_adapter(load_of(request))
+        return pb.LoadAdapterResponse(
+            adapter=adapter_message(loaded.adapter), evicted=loaded.evicted
+        )
+
+    async def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: Any
+    ) -> pb.UnloadAdapterResponse:
+        """Unload an adapter."""
+        timeout_s = bounded_seconds(request, "timeout")
+        live = await self._control.unload_adapter(request.name, timeout_s)
+        return pb.UnloadAdapterResponse(live_requests=live)
 
     async def SetLogLevel(
         self, request: pb.SetLogLevelRequest, context: Any

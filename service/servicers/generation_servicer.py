@@ -54,7 +54,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.AddRequestResponse:
         """Start a request and keep its results."""
         front, permit = current_front.get(), current_permit.get()
-        draft = front.converter.draft(request)
+        draft = front.converter.draft(request, permit.caller.may_use)
         async with called_request(front, permit, draft, LivesBy.ITSELF) as started:
             response = generation_service_pb2.AddRequestResponse(
                 request_id=started.request_id, instance_id=self._state.instance_id
@@ -68,7 +68,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.GenerateResponse:
         """Run one request and return its whole result."""
         front, permit = current_front.get(), current_permit.get()
-        draft = front.converter.draft(request)
+        draft = front.converter.draft(request, permit.caller.may_use)
         async with called_request(front, permit, draft, LivesBy.CALLS) as started:
             run = await started.whole()
             size = sum(numbered.event.size for numbered in run)
@@ -90,7 +90,8 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         stream = registry.open_stream(permit.account)
         context.add_done_callback(lambda _: registry.lost(stream))
         try:
-            started = await start_request(front, permit, front.converter.draft(request), stream)
+            draft = front.converter.draft(request, permit.caller.may_use)
+            started = await start_request(front, permit, draft, stream)
             instance_id = self._state.instance_id  # said once
             while (batch := await stream.receive()) is not None:
                 yield await front.text_pool.answer(

@@ -1,4 +1,4 @@
-"""ModelService: the model card and the tokenizer."""
+"""ModelService: the model card, the adapters and the tokenizer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from headrace.v1 import model_service_pb2, model_service_pb2_grpc
 
 from service.admission.accounts import Account
+from service.convert.adapter_messages import adapters_page
 from service.convert.inputs import InputEncoder
 from service.convert.values import check_ids
 from service.delivery.events import detail_bytes
@@ -31,6 +32,14 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
     ) -> model_service_pb2.GetModelResponse:
         """Describe the model and the server's limits."""
         return model_service_pb2.GetModelResponse(model=current_front.get().card)
+
+    async def ListAdapters(
+        self, request: model_service_pb2.ListAdaptersRequest, context: Any
+    ) -> model_service_pb2.ListAdaptersResponse:
+        """List the adapters that the caller may use, in pages."""
+        may_use = current_permit.get().caller.may_use
+        adapters = await current_front.get().adapters.all()
+        return adapters_page(request, [one for one in adapters if may_use(one.name)])
 
     async def Tokenize(
         self, request: model_service_pb2.TokenizeRequest, context: Any

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from engine.contract.adapters import AdapterLoad, AdapterLoaded
 from engine.contract.engine_client import EngineClient, EngineVerbs
 from engine.contract.errors import HeadraceError
 from engine.contract.stats import EngineStats
@@ -165,6 +166,43 @@ class Control:
         """Pause the engine that has just started, if there is a pause."""
         if self._pause is not None:
             await self._client.pause()
+
+    async def load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        """Load an adapter.
+
+        Raises:
+            FieldError: it cannot have this name.
+            AdapterRefusedError, AdapterRoomError, AdapterExistsError: see EngineVerbs.
+            NotReadyError, EngineUnavailableError: the server loads, drains or has no engine.
+        """
+        return await self._carry_out(self._load_adapter(load))
+
+    async def _load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        adapters = self._state.check(new_work=True).adapters
+        adapters.check_name(load.name)
+        loaded = await self._client.load_adapter(load)
+        adapters.loaded(loaded)
+        one = loaded.adapter
+        logger.warning("adapter %s was loaded, digest %s", one.name, one.digest[:16])
+        for name in loaded.evicted:
+            logger.warning("adapter %s was unloaded, because memory was short", name)
+        return loaded
+
+    async def unload_adapter(self, name: str, timeout_s: float | None) -> int:
+        """Unload an adapter, and return how many requests have it.
+
+        Raises:
+            AdapterNotLoadedError: there is none with this name.
+            NotReadyError, EngineUnavailableError: the server loads or has no engine.
+        """
+        return await self._carry_out(self._unload_adapter(name, timeout_s))
+
+    async def _unload_adapter(self, name: str, timeout_s: float | None) -> int:
+        engine, adapters = self.engine(), self._state.front.adapters
+        requests = await engine.unload_adapter(name, timeout_s)
+        adapters.unloaded(name)
+        logger.warning("adapter %s was unloaded; %d requests have it", name, requests)
+        return requests
 
     async def set_log_level(self, level: str) -> str:
         """Set the log level of the server's processes and return the previous one."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +15,18 @@ from transformers import PreTrainedModel
 
 from engine import assembly
 from engine.api.offline import LoadedModel
-from engine.contract.config import ContinuousBatchingConfig
-from engine.contract.errors import ConfigError, InvalidRequestError
+from engine.contract.adapters import Adapter, AdapterLoad, AdapterRows
+from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+from engine.contract.errors import AdapterNotLoadedError, ConfigError, InvalidRequestError
+from engine.contract.loaded_adapters import LoadedAdapters
 from engine.contract.request import RequestStatus
+from engine.core.loop import EngineLoop
 from engine.drafts import drafter
 from engine.drafts.row_costs import RowTimes
-from engine.loading.adapters.adapter_loading import load_adapters
-from engine.models.low_rank import LowRankPart
+from engine.kv_cache import prefix_index
+from engine.loading.adapters import adapter_loading
+from engine.loading.adapters.adapter_loading import AdapterLoader, load_adapters
+from engine.models.low_rank import LowRankPart, weights_of
 from tests.adapter_files import PeftAdapter, linear_targets
 from tests.engine.mode_sweep import BLOCK, NEW_TOKENS, check_every_mode, load_family, managed, run
 from tests.model_recipes import RECIPES
@@ -41,14 +49,8 @@ def fresh(family: str) -> PreTrainedModel:
 
 
 def load(loaded: LoadedModel, **adapters: Path) -> None:
-    load_adapters(
-        loaded._verified,
-        Path(),
-        {name: str(one) for name, one in adapters.items()},
-        max_rank=64,
-        max_bytes=2**30,
-        progress=lambda line: None,
-    )
+    config = LoadConfig(adapters=tuple(f"{name}={one}" for name, one in adapters.items()))
+    load_adapters(loaded._verified, config, lambda line: None)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,8 @@ def changed(adapter: PeftAdapter, directory: Path, **options: Any) -> Path:
     return directory
 
 
-def test_a_prefix_is_shared_by_equal_content_alone(tmp_path: Path) -> None:
+def check_prefixes(tmp_path: Path) -> None:
+    """Equal content alone shares what was cached, under any name."""
     _, loaded, _ = load_family("llama", "own")
     model = fresh("llama")
     targets = linear_targets(model)
@@ -196,31 +199,148 @@ def test_a_prefix_is_shared_by_equal_content_alone(tmp_path: Path) -> None:
     assert {name for name, hits in cached.items() if hits} == {"twin", None}
 
 
-def test_a_request_keeps_the_content_that_it_began_with(tmp_path: Path) -> None:
-    """A name means something else between two steps; nothing waits for that, and nothing mixes."""
+def run_steps(loop: EngineLoop, count: int) -> None:
+    """Run steps of a loop that is paused."""
+    for _ in range(count):
+        with loop._changed:
+            done = loop._between_steps(lambda: loop._deliver(loop._core.step()))
+        done.result(60)
+
+
+def check_change(change: str, tmp_path: Path) -> None:
+    """A name means something else, or nothing; no step waits for that, and nothing mixes. Requests
+    run, wait and are held meanwhile, all is computed again, and the prompt was cached.
+    """
     _, loaded, _ = load_family("llama", "own")
+    adapters = loaded._verified.adapters
     model = fresh("llama")
     old, new = (
         PeftAdapter(model, tmp_path / str(i), seed=i, target_modules=linear_targets(model))
         for i in (0, 1)
     )
-    load(loaded, name=new.directory)
-    [later] = loaded._verified.adapters.all()
     load(loaded, name=old.directory)
-    prompt = make_prompts((20,))[0]
-    with loaded.continuous_batching_context_manager() as manager:
-        request = manager.add_request(prompt, max_new_tokens=40, adapter="name", streaming=True)
-        assert manager.get_result(request, timeout=60) is not None
-        loaded._verified.adapters.replace([later])
-        second = manager.add_request(prompt, max_new_tokens=12, adapter="name")
-        tokens: dict[str, list[int]] = {}
-        while len(tokens) < 2:
+    [before] = adapters.told()
+    prompt, options = make_prompts((5 * BLOCK + 3,))[0], {"max_new_tokens": NEW_TOKENS}
+    was, later = (one.generate(prompt, NEW_TOKENS) for one in (old, new))
+    expected: dict[str, list[int]] = {}
+    with managed(loaded, num_blocks=64, max_requests_per_batch=2) as manager:
+        loop = manager._loop
+        loop.pause().result(60)
+        for _ in range(3):  # one runs, one is held, and one waits
+            expected[manager.add_request(prompt, adapter="name", **options)] = was
+        run_steps(loop, 2)
+        loop.hold_request(list(expected)[1])
+        run_steps(loop, 1)
+        if change == "replaced":
+            load(loaded, name=new.directory)
+            expected[manager.add_request(prompt, adapter="name", **options)] = later
+        else:
+            adapters.remove("name")
+            with pytest.raises(AdapterNotLoadedError):
+                manager.add_request(prompt, adapter="name", **options)
+        [leaving] = [one for one in adapters.told() if one.digest == before.digest]
+        assert (leaving.state, leaving.requests) == ("unloading", 3)
+        run_steps(loop, 1)
+        loop.forget_computed()
+        loop.unhold_request(list(expected)[1])
+        loop.resume()
+        found: dict[str, list[int]] = {}
+        while len(found) < len(expected):
             result = manager.get_result(timeout=60)
             assert result is not None
-            if result.is_finished():
-                tokens[result.request_id] = list(result.generated_tokens)
-    assert tokens[request] == old.generate(prompt, 40)
-    assert tokens[second] == new.generate(prompt, 12)
+            found[result.request_id] = list(result.generated_tokens)
+        assert found == expected
+    assert [one.state for one in adapters.told()] == ["loaded"] * (change == "replaced")
+    assert adapters.figures()["adapter_bytes"] == (before.nbytes if change == "replaced" else 0)
+
+
+def test_a_prefix_is_shared_by_equal_content_alone(tmp_path: Path) -> None:
+    check_prefixes(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["replaced", "unloaded"])
+def test_a_request_keeps_the_content_that_it_began_with(change: str, tmp_path: Path) -> None:
+    check_change(change, tmp_path)
+
+
+def named_now(named: dict[str, Adapter]) -> Any:
+    """Steps that take what a name means now."""
+    plain = AdapterRows.of
+
+    def of(adapters: Any, counts: Any) -> Any:
+        return plain([one and named.get(one.name) for one in adapters], counts)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("fault", "change"),
+    [
+        ("digest without config", "prefixes"),
+        ("prefix of another content", "replaced"),
+        ("replaced in the middle", "replaced"),
+        ("unloaded in the middle", "unloaded"),
+        ("slot reused while in use", "replaced"),
+    ],
+)
+def test_planted_faults_of_changes_are_met(
+    fault: str, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "digest without config":
+        monkeypatch.setattr(adapter_loading, "struct", SimpleNamespace(pack=lambda *_: b""))
+    elif fault == "prefix of another content":
+        monkeypatch.setattr(prefix_index, "_root", lambda request: b"of any")
+    elif fault in ("replaced in the middle", "unloaded in the middle"):
+        named: dict[str, Adapter] = {}
+        put, remove = LoadedAdapters.put, LoadedAdapters.remove
+
+        def noted(adapters: LoadedAdapters, one: Adapter, *given: Any, **more: Any) -> Any:
+            named[one.name] = one
+            return put(adapters, one, *given, **more)
+
+        def forgotten(adapters: LoadedAdapters, name: str) -> Any:
+            named.pop(name)
+            return remove(adapters, name)
+
+        monkeypatch.setattr(LoadedAdapters, "put", noted)
+        monkeypatch.setattr(LoadedAdapters, "remove", forgotten)
+        monkeypatch.setattr(AdapterRows, "of", named_now(named))
+    else:
+        put, slots = LoadedAdapters.put, []
+
+        def reused(adapters: LoadedAdapters, one: Adapter, *given: Any, **more: Any) -> Any:
+            table = weights_of(one).table
+            slots.append(table)
+            ctypes.memmove(slots[0], table, ctypes.sizeof(table))
+            return put(adapters, one, *given, **more)
+
+        monkeypatch.setattr(LoadedAdapters, "put", reused)
+    check = partial(check_change, change) if change != "prefixes" else check_prefixes
+    with pytest.raises(AssertionError):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "decoder"), [("llama", "own"), ("phi", "transformers")])
+def test_adapters_may_come_to_an_engine_that_runs(
+    family: str, decoder: str, tmp_path: Path
+) -> None:
+    """Also where other modules than ours compute them: these are prepared at the start."""
+    _, loaded, _ = load_family(family, decoder)
+    loader = AdapterLoader(loaded._verified, LoadConfig(adapter_root=str(tmp_path)))
+    model = fresh(family)
+    adapter = PeftAdapter(model, tmp_path / "a", target_modules=linear_targets(model)[1:])
+    prompt = make_prompts((20,))[0]
+    expected = [greedy_reference(model, prompt, 12), adapter.generate(prompt, 12)]
+    with managed(loaded, num_blocks=64) as manager:
+        for step, name in enumerate((None, "one", None)):
+            if step == 1:
+                load = AdapterLoad(name="one", source="a")
+                loader.put(loader.read(load), load)
+            manager.add_request(prompt, max_new_tokens=12, adapter=name)
+            result = manager.get_result(timeout=60)
+            assert result is not None
+            assert list(result.generated_tokens) == expected[step % 2]
+        assert manager.stats().adapters == 1
 
 
 @pytest.mark.parametrize("fault", ["scale ignored", "the wrong third", "slot of another"])

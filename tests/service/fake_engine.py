@@ -33,13 +33,17 @@ from dataclasses import dataclass, field
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from engine.contract.adapters import Adapter, AdapterInfo, AdapterLoad, AdapterLoaded
 from engine.contract.engine_client import Admission, ModelInfo, ProgressSink, StepSink
 from engine.contract.errors import (
+    AdapterExistsError,
+    AdapterRefusedError,
     DuplicateRequestError,
     EngineUnavailableError,
     InvalidRequestError,
     QueueFullError,
 )
+from engine.contract.loaded_adapters import AdapterBounds, LoadedAdapters
 from engine.contract.outputs import (
     Finish,
     FinishReason,
@@ -201,6 +205,9 @@ class FakeEngine:
     num_holds: int = 0
     resets: int = 0
     log_levels: list[str] = field(default_factory=list)
+    listings: int = 0
+    adapters: LoadedAdapters = field(default_factory=LoadedAdapters)
+    adapter_bounds: AdapterBounds = AdapterBounds(1 << 30, 256)  # noqa: RUF009 - it is frozen
     stats_gate: asyncio.Event | None = None
     pause_gate: asyncio.Event | None = None
     _dead: Exception | None = None
@@ -209,6 +216,7 @@ class FakeEngine:
     _waiting: list[_Live] = field(default_factory=list)
     _prefixes: dict[bytes, list[tuple[TokenId, ...]]] = field(default_factory=dict)
     _live: dict[RequestId, _Live] = field(default_factory=dict)
+    _adapter_of: dict[RequestId, Adapter | None] = field(default_factory=dict)
     _work: asyncio.Event = field(default_factory=asyncio.Event)
     loop: asyncio.Task[None] | None = None
 
@@ -248,6 +256,8 @@ class FakeEngine:
         limit = self.info.max_queue_size
         if limit and len(self._waiting) >= limit:
             raise QueueFullError(limit, 0.5)
+        with self.adapters.begun([request.adapter]) as [adapter]:
+            self._adapter_of[request.request_id] = adapter
         position = len(self._waiting)
         choices = [_Choice(i, self.script(request, i)) for i in range(request.n)]
         live = _Live(request, choices, time.monotonic())
@@ -255,7 +265,8 @@ class FakeEngine:
         self._live[request.request_id] = live
         self.submitted.append(request)
         self._work.set()
-        return Admission(position, live.arrival)
+        digest = "" if adapter is None else adapter.digest.hex()
+        return Admission(position, live.arrival, adapter_digest=digest)
 
     async def cancel(self, request_id: RequestId) -> bool:
         """End a request with CANCELLED at the next step."""
@@ -326,6 +337,33 @@ class FakeEngine:
         self._running()
         self._prefixes.clear()
         self.resets += 1
+
+    async def load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        """The source's name is the content; each has 1,000 bytes."""
+        self._running()
+        if not self.info.serves_adapters:
+            raise AdapterRefusedError("source: none are loaded here")
+        if load.name in self.adapters and not load.replaces:
+            raise AdapterExistsError(load.name, "is loaded")
+        digest = hashlib.sha256(load.source.encode()).digest()
+        one = Adapter(load.name, digest, 8, 1000, 14, "base", None)
+        told, evicted = self.adapters.put(one, self.adapter_bounds, is_pinned=load.is_pinned)
+        return AdapterLoaded(told, evicted)
+
+    async def unload_adapter(self, name: str, timeout_s: float | None) -> int:
+        """Those that have it go on; with a timeout, they are cancelled at once."""
+        self._running()
+        gone = self.adapters.remove(name)
+        users = [one for one, adapter in self._adapter_of.items() if adapter in gone]
+        for request_id in users if timeout_s is not None else ():
+            self._end(request_id, FinishReason.CANCELLED)
+        return len(users)
+
+    async def list_adapters(self) -> tuple[AdapterInfo, ...]:
+        """The adapters, and how often that was asked."""
+        self._running()
+        self.listings += 1
+        return self.adapters.told()
 
     async def set_log_level(self, level: str, level_of: tuple[str, ...] = ()) -> None:
         """Note the levels."""
@@ -542,6 +580,7 @@ class FakeEngine:
         for choice in live.choices:
             choice.over = True
         del self._live[live.spec.request_id]
+        self.adapters.end([self._adapter_of.pop(live.spec.request_id)])
         self.ended += 1
 
     def _fail_all(self, message: str) -> None:

@@ -6,7 +6,8 @@
 A stand-in adds to all rows of a step, in their order. So it may only stand in for a module that is
 given exactly these: two prompts are computed apart and together, and a module that is given other
 rows then, as experts are, is refused. The stand-ins of a step find its rows in the step's context.
-Only the view has them, from the first adapter on.
+Only the view has them: those of the adapters that are read before an engine is built, or of all
+layers if others may come.
 """
 
 from __future__ import annotations
@@ -109,6 +110,12 @@ class AdaptedModules:
             module = self._model.get_submodule(path)
             self._stand_ins[path] = compute = module.forward
             setattr(module, _FORWARD, partial(self._forward, path, compute))
+
+    def stand_in_all(self) -> None:
+        """Let what adapters add be computed for all layers that can be adapted, so that adapters
+        may come later. No step may be running.
+        """
+        self.stand_in([path for path in self.shapes if self.why_not(path) is None])
 
     def _forward(
         self, path: str, compute: Callable[..., torch.Tensor], x: torch.Tensor

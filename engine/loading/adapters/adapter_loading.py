@@ -1,28 +1,37 @@
 """Loads adapters for a verified model.
 
 directory ─▶ config, tensors ─▶ every layer that the config adapts has its A and B, and no other
-          ─▶ shapes, types, finite ─▶ digest, tables ─▶ Adapter
+          ─▶ shapes, types, finite ─▶ digest, tables ─▶ Adapter ─▶ LoadedAdapters
 """
 
 from __future__ import annotations
 
+import logging
+import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from engine.contract.adapters import Adapter
+from engine.contract.adapters import Adapter, AdapterLoad, AdapterLoaded, at_start
+from engine.contract.config import LoadConfig
 from engine.contract.errors import AdapterRefusedError
+from engine.contract.loaded_adapters import AdapterBounds
 from engine.loading.adapters.adapted_modules import AdaptedModules
 from engine.loading.adapters.adapter_files import (
     CONFIG,
     WEIGHTS,
+    AdapterFolder,
     check_text,
+    no_room,
     read_config,
     read_tensors,
+    resolved,
 )
 from engine.loading.adapters.peft_config import LoraConfig, parse_config
 from engine.models.formats.native import DTYPES, why_missing
@@ -31,6 +40,11 @@ from engine.models.low_rank import AdapterWeights, LowRankPart
 if TYPE_CHECKING:
     from engine.loading.verified import VerifiedModel
 
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 64
+_EXPONENT = 0x7F80
+"""The exponent's bits in bfloat16. All of them are set in NaN and infinity alone."""
 _NAMED = 3
 """The maximum number of names in an error message."""
 _PREFIX = "base_model.model."
@@ -38,50 +52,112 @@ _A, _B = "lora_A.weight", "lora_B.weight"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class AdapterLoader:
+    """Loads adapters for a verified model; `read` may run beside steps, on any thread."""
+
+    def __init__(self, verified: VerifiedModel, config: LoadConfig) -> None:
+        """Prepare the model for adapters. No step may be running.
+
+        Args:
+            verified: the model.
+            config: its adapter_root, and the bounds. Without a root all adapters must be read
+                before an engine is built.
+
+        Raises:
+            AdapterRefusedError: adapters cannot be served with this model, or there is no such
+                root.
+        """
+        reason = why_no_adapters(verified)
+        if reason is not None or verified.adapted is None:
+            raise AdapterRefusedError(f"adapters cannot be served here: {reason}").naming(
+                "adapters", "adapter_root"
+            )
+        self.adapters = verified.adapters
+        self._modules = verified.adapted
+        self._base = verified.path
+        self._max_rank = config.max_adapter_rank
+        self._bounds = AdapterBounds(config.max_adapter_bytes, config.max_adapters)
+        self._root: Path | None = None
+        if config.adapter_root is not None:
+            try:
+                self._root = resolved(Path(config.adapter_root))
+            except AdapterRefusedError as error:
+                told = f"adapter_root ({config.adapter_root}): {error}"
+                raise AdapterRefusedError(told).naming("adapter_root") from error
+            self._modules.stand_in_all()
+            self.adapters.expected_bytes = config.max_adapter_bytes
+        self.adapters.are_served = True
+
+    def read(self, load: AdapterLoad) -> Adapter:
+        """Read an adapter, check it and pack it.
+
+        Raises:
+            AdapterRefusedError: it cannot be served.
+            AdapterRoomError: there is no room for it, also not without those that may go.
+        """
+        if load.is_of_start:
+            folder = AdapterFolder.at(Path(load.source))
+        elif self._root is not None:
+            folder = AdapterFolder.below(self._root, load.source)
+        else:
+            raise AdapterRefusedError("there is no adapter_root").naming("adapter_root")
+        check_text(folder, self._base)
+        room = self.adapters.room(load.name, self._bounds)
+        found = read_adapter(
+            load.name, folder, self._modules, max_rank=self._max_rank, max_bytes=room
+        )
+        if load.digest not in ("", found.digest.hex()):
+            raise AdapterRefusedError(
+                f"its files are others than those that were loaded (digest {load.digest[:16]}, "
+                f"now {found.digest.hex()[:16]}): load it again to serve them"
+            )
+        return found
+
+    def put(self, adapter: Adapter, load: AdapterLoad) -> AdapterLoaded:
+        """Let requests name an adapter.
+
+        Raises:
+            AdapterRoomError: there is no room.
+        """
+        told, evicted = self.adapters.put(adapter, self._bounds, is_pinned=load.is_pinned)
+        return AdapterLoaded(told, evicted)
+
+
 def load_adapters(
     verified: VerifiedModel,
-    base: Path,
-    directories: Mapping[str, str],
-    *,
-    max_rank: int,
-    max_bytes: int,
+    config: LoadConfig,
     progress: Callable[[str], None],
+    loads: Sequence[AdapterLoad] | None = None,
 ) -> None:
-    """Load adapters, and let requests name them. No step may be running.
+    """Load adapters before an engine is built.
 
     Args:
         verified: the model.
-        base: its directory.
-        directories: by name.
-        max_rank: the highest rank that is allowed.
-        max_bytes: how many bytes all of them may take.
+        config: how they are loaded.
         progress: receives a line for each.
+        loads: those that an engine had before this one. One that cannot be loaded again is left
+            out, with an error in the log. If None, those of the config are loaded.
 
     Raises:
-        AdapterRefusedError: one cannot be served. None is loaded then.
+        AdapterRefusedError: one of the config cannot be served.
     """
-    if not directories:
+    loads = at_start(config.adapters) if loads is None else loads
+    if not loads and config.adapter_root is None:
         return
-    reason = why_no_adapters(verified)
-    if reason is not None:
-        raise AdapterRefusedError(f"adapters cannot be served here: {reason}").naming("adapters")
-    modules, loaded, left = verified.adapted, [], max_bytes
-    if modules is None:
-        raise RuntimeError("why_no_adapters has found none")
-    for name, directory in directories.items():
+    loader = AdapterLoader(verified, config)
+    for load in loads:
         try:
-            check_text(Path(directory), base)
-            one = read_adapter(name, Path(directory), modules, max_rank=max_rank, max_bytes=left)
+            one = loader.put(loader.read(load), load).adapter
         except AdapterRefusedError as error:
-            refused = AdapterRefusedError(f"adapter {name!r} ({directory}): {error}")
-            raise refused.naming(*error.mentions) from error
-        left -= one.nbytes
-        loaded.append(one)
+            told = f"adapter {load.name!r} ({load.source}): {error}"
+            if load.digest:
+                logger.error("%s; requests that name it are refused", told)
+                continue
+            raise AdapterRefusedError(told).naming(*error.mentions) from error
         progress(
-            f"adapter {name}: {one.modules} linear layers, rank {one.rank}, "
-            f"{one.nbytes / 2**20:.1f} MiB, digest {one.digest.hex()[:16]}"
+            f"adapter {one.name}: {one.modules} linear layers, rank {one.rank}, "
+            f"{one.nbytes / 2**20:.1f} MiB, digest {one.digest[:16]}"
         )
-    verified.adapters.replace(loaded)
 
 
 def why_no_adapters(verified: VerifiedModel) -> str | None:
@@ -101,38 +177,40 @@ def why_no_adapters(verified: VerifiedModel) -> str | None:
 
 
 def read_adapter(
-    name: str, root: Path, modules: AdaptedModules, *, max_rank: int, max_bytes: int
+    name: str, folder: AdapterFolder, modules: AdaptedModules, *, max_rank: int, max_bytes: int
 ) -> Adapter:
-    """Read an adapter, and let its layers be computed.
+    """Read an adapter, and let its layers be computed. A step may be running if they are computed
+    already.
 
     Raises:
         AdapterRefusedError: it cannot be served.
     """
-    if not root.is_dir():
-        raise AdapterRefusedError("there is no such directory")
-    config = parse_config(read_config(root), max_rank)
+    config = parse_config(read_config(folder), max_rank)
     adapted = _adapted(config, modules)
-    tensors = read_tensors(root, max_bytes)
+    tensors = read_tensors(folder, max_bytes)
     expected = {f"{_PREFIX}{path}.{last}" for path in adapted for last in (_A, _B)}
     _check_names(expected, set(tensors))
     # Of all layers first, before anything is converted.
     for path in adapted:
         _check_tensors(path, config.rank_of(path), modules.shapes[path], tensors)
+    nbytes = sum(
+        _Memory.taken(tensors[f"{_PREFIX}{path}.{last}"].numel(), _held_type(path, tensors))
+        for path in adapted
+        for last in (_A, _B)
+    )
+    if nbytes > max_bytes:
+        raise no_room(nbytes, max_bytes)
+    memory = _Memory(nbytes)
     parts, digest = {}, blake2b(digest_size=32, person=b"adapter")
     for path in sorted(adapted):
+        dtype = _held_type(path, tensors)
         a, b = (tensors.pop(f"{_PREFIX}{path}.{last}") for last in (_A, _B))
         scale = config.scale_of(path)
         head = f"{path}\0{a.dtype} {b.dtype} {list(a.shape)} {list(b.shape)}\0"
         digest.update(head.encode() + struct.pack("<d", scale))
         for one in (a, b):
             digest.update(one.contiguous().view(torch.uint8).numpy().tobytes())
-        parts[path] = _part(path, a, b, scale)
-    nbytes = sum(one.a.nbytes + one.b.nbytes for one in parts.values())
-    if nbytes > max_bytes:
-        raise AdapterRefusedError(
-            f"it takes {nbytes:,} bytes, and {max(0, max_bytes):,} are free of max_adapter_bytes: "
-            "raise it, or load fewer adapters"
-        ).naming("max_adapter_bytes")
+        parts[path] = LowRankPart(memory.copy(a, dtype), memory.copy(b.t(), dtype), scale)
     weights = AdapterWeights(parts, modules.places, modules.num_layers)
     modules.stand_in(adapted)
     return Adapter(
@@ -141,6 +219,7 @@ def read_adapter(
         rank=max(len(one.a) for one in parts.values()),
         nbytes=nbytes,
         modules=len(parts),
+        base_model=config.base_model,
         weights=weights,
     )
 
@@ -190,14 +269,57 @@ def _check_tensors(
             raise AdapterRefusedError(
                 f"{path}.{last} is {one.dtype}; float32, bfloat16 and float16 are served"
             )
-        if not bool(one.isfinite().all()):
+        if not _is_finite(one):
             raise AdapterRefusedError(f"{path}.{last} has elements that are NaN or infinite")
 
 
-def _part(path: str, a: torch.Tensor, b: torch.Tensor, scale: float) -> LowRankPart:
-    is_half = a.dtype is b.dtype is torch.bfloat16
-    dtype = torch.bfloat16 if is_half else torch.float32
-    # Memory of its own: the file's bytes are not kept.
-    return LowRankPart(
-        a.to(dtype, copy=True).contiguous(), b.t().to(dtype, copy=True).contiguous(), scale
-    )
+def _held_type(path: str, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """Return the type in which a layer's A and B are held."""
+    types = {tensors[f"{_PREFIX}{path}.{last}"].dtype for last in (_A, _B)}
+    return torch.bfloat16 if types == {torch.bfloat16} else torch.float32
+
+
+def _is_finite(one: torch.Tensor) -> bool:
+    if one.dtype is torch.bfloat16:
+        return not bool(((_bits(one) & _EXPONENT) == _EXPONENT).any())
+    return bool(np.isfinite(one.numpy()).all())
+
+
+def _bits(one: torch.Tensor) -> npt.NDArray[np.int16]:
+    """Return the bits of a tensor in bfloat16, which numpy does not know."""
+    found: npt.NDArray[np.int16] = one.view(torch.int16).numpy()
+    return found
+
+
+class _Memory:
+    """An adapter's memory. It goes back to the system as a whole, with the last of its tensors: of
+    many small ones, the C library would keep the pages.
+
+    Tensors are checked and copied by numpy, on one thread: torch would take more threads for each,
+    and let them wait for those of a running step.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._all = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+        self._used = 0
+
+    @staticmethod
+    def taken(count: int, dtype: torch.dtype) -> int:
+        """Return how many bytes a tensor of `count` elements takes."""
+        return -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+    def copy(self, one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous copy of a tensor in this memory, as bfloat16 or float32."""
+        size, first = one.numel() * dtype.itemsize, self._used
+        place = self._all[first : first + size]
+        self._used += self.taken(one.numel(), dtype)
+        if dtype is torch.bfloat16:
+            halves = place.view(np.int16).reshape(one.shape)
+            np.copyto(halves, _bits(one))
+            return torch.from_numpy(halves).view(torch.bfloat16)
+        floats = place.view(np.float32).reshape(one.shape)
+        if one.dtype is torch.bfloat16:
+            np.copyto(floats, (_bits(one).astype(np.uint32) << 16).view(np.float32))
+        else:
+            np.copyto(floats, one.numpy())
+        return torch.from_numpy(floats)

@@ -18,6 +18,7 @@ from engine.loading.adapters.name_patterns import NamePattern, NamePatternError
 _Value = TypeVar("_Value")
 _MOST_NAMES = 4096
 """The maximum number of names, patterns and layers in an option."""
+_MOST_SHOWN = 256
 _ALL_LINEAR = "all-linear"
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """How A and B may have begun. Others change the base, too."""
@@ -76,6 +77,7 @@ class LoraConfig:
         targets, excluded: which modules are adapted.
         layers: the indices of the layers that are adapted; None: all.
         layer_patterns: what stands before a layer's index; empty: anything.
+        base_model: the base model's name, as it was written; may be empty.
     """
 
     rank: int
@@ -87,6 +89,7 @@ class LoraConfig:
     excluded: _Names
     layers: frozenset[int] | None
     layer_patterns: tuple[NamePattern, ...]
+    base_model: str
 
     def adapts(self, path: str, is_linear: bool) -> bool:
         """Return whether a module is adapted, as peft decides it.
@@ -154,7 +157,9 @@ class _naming:
 
 
 def _refused(name: str, why: str) -> AdapterRefusedError:
-    return AdapterRefusedError(f"adapter_config.json: {name} {why}")
+    told = f"adapter_config.json: {name} {why}"
+    # JSON may have halves of characters, which cannot be sent.
+    return AdapterRefusedError(told.encode("utf-8", "backslashreplace").decode())
 
 
 def parse_config(data: bytes, max_rank: int) -> LoraConfig:
@@ -203,7 +208,15 @@ def parse_config(data: bytes, max_rank: int) -> LoraConfig:
         excluded=excluded,
         layers=_layers(config.get("layers_to_transform")),
         layer_patterns=_layer_patterns(config.get("layers_pattern")),
+        base_model=_shown(config.get("base_model_name_or_path")),
     )
+
+
+def _shown(name: object) -> str:
+    """Return a name as far as it can be shown."""
+    if not isinstance(name, str):
+        return ""
+    return "".join(one for one in name[:_MOST_SHOWN] if one.isprintable())
 
 
 def _no_constant(text: str) -> NoReturn:

@@ -30,6 +30,7 @@ from engine.process import verbs
 from engine.structured import GrammarCompiler
 from engine.text import TextStream
 from service.admission.accounts import account_of
+from service.admission.served_adapters import ServedAdapters
 from service.admission.text_pool import THREADS, TextPool
 from service.convert.converter import Converter, RequestLimits
 from service.convert.incoming import IncomingCheck
@@ -37,7 +38,7 @@ from service.convert.inputs import InputEncoder
 from service.convert.lacking import why_lacking
 from service.delivery.flow import WholeLimits
 from service.delivery.served_request import LivesBy
-from service.door.callers_file import parse_callers
+from service.door.callers_file import EVERYONE, parse_callers
 from service.errors.status_table import to_status
 from service.replies import FORMATS, Context, format_option
 from tests.campaign.bytes.mutating import (
@@ -47,7 +48,7 @@ from tests.campaign.bytes.mutating import (
 )
 from tests.campaign.bytes.target import Target, Test, demand
 from tests.campaign.bytes.weights import WEIGHTS
-from tests.service.fake_engine import VOCAB_SIZE, byte_tokenizer, model_info
+from tests.service.fake_engine import VOCAB_SIZE, FakeEngine, byte_tokenizer, model_info
 from tests.service.replies.cases import parse
 
 REFUSALS = {
@@ -118,7 +119,8 @@ def _conversion() -> Test:
     )
     reply = format_option("hermes")(tokenizer)
     lacking = why_lacking(tokenizer, reply, "hermes")
-    converter = Converter(info, encoder, limits, ("fake",), reply, lacking)
+    adapters = ServedAdapters(FakeEngine(), info, ("fake",))
+    converter = Converter(info, encoder, limits, ("fake",), adapters, reply, lacking)
     check, account = IncomingCheck(), account_of("fuzz")
     check.capabilities = frozenset({"chat", "tools"})
     encode = msgspec.msgpack.Encoder().encode
@@ -127,7 +129,7 @@ def _conversion() -> Test:
     async def convert(spec: pb.GenerationSpec) -> None:
         message = rpc.AddRequestRequest(spec=spec)
         check.check(message)
-        draft = converter.draft(message)
+        draft = converter.draft(message, EVERYONE.may_use)
         found = await converter.submission(
             draft,
             account=account,

@@ -6,7 +6,7 @@ import gc
 import logging
 import random
 import tracemalloc
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import numpy.typing as npt
@@ -59,23 +59,6 @@ def test_a_request_from_end_to_end() -> None:
     assert ledger.end("a").reason is FinishReason.LENGTH
     assert runner.steps == 4
     assert kv_cache.num_used_blocks == 0
-
-
-def test_an_adapter_that_is_gone_when_its_request_enters() -> None:
-    """It was there when the request was checked, on another thread."""
-    core, runner, _ = make_core()
-    ledger = Ledger()
-    gone = replace(make_request("a", [1], 4), adapter="gone")
-    for spec in (gone, make_request("b", [1], 4)):
-        ledger.add(spec)
-        core.add(spec, 100.0)
-    drain(core, ledger)
-    end = ledger.end("a")
-    assert end.reason is FinishReason.ERROR
-    assert end.failure is not None
-    assert "no adapter with the name 'gone'" in end.failure.message
-    assert ledger.end("b").reason is FinishReason.LENGTH
-    assert runner.steps == 4
 
 
 def test_every_statistic_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.api.offline import LoadedModel
-from engine.contract.adapters import named_directories
+from engine.contract.adapters import AdapterLoad, at_start
 from engine.contract.config import LoadConfig
-from engine.contract.errors import AdapterRefusedError, ConfigError
+from engine.contract.errors import AdapterRefusedError, AdapterRoomError, ConfigError
+from engine.contract.loaded_adapters import LoadedAdapters
+from engine.loading.adapters.adapter_files import AdapterFolder
 from engine.loading.adapters.adapter_loading import (
+    AdapterLoader,
     load_adapters,
     read_adapter,
     why_no_adapters,
@@ -50,7 +53,8 @@ def folder(tmp_path: Path) -> Path:
 def read(loaded: LoadedModel, folder: Path, max_bytes: int = 2**30, max_rank: int = 64) -> Any:
     modules = loaded._verified.adapted
     assert modules is not None
-    return read_adapter("a", folder, modules, max_rank=max_rank, max_bytes=max_bytes)
+    place = AdapterFolder.at(folder)
+    return read_adapter("a", place, modules, max_rank=max_rank, max_bytes=max_bytes)
 
 
 def configured(folder: Path, **options: Any) -> None:
@@ -163,17 +167,20 @@ def test_files_that_are_refused(
 
 def test_memory_is_bounded_for_all_of_them(loaded: LoadedModel, folder: Path) -> None:
     size = read(loaded, folder).nbytes
-    verified = loaded._verified
-    options: dict[str, Any] = {"max_rank": 64, "progress": lambda line: None}
-    two = {"a": str(folder), "b": str(folder)}
-    load_adapters(verified, Path(), two, max_bytes=2 * size, **options)
-    before = verified.adapters.all()
-    with pytest.raises(AdapterRefusedError, match=r"adapter 'b'.*are free of max_adapter_bytes"):
-        load_adapters(verified, Path(), two, max_bytes=2 * size - 1, **options)
-    assert verified.adapters.all() == before
+    two = (f"a={folder}", f"b={folder}")
+    for most in (2 * size, 2 * size - 1):
+        verified = dataclasses.replace(loaded._verified, adapters=LoadedAdapters())
+        config = LoadConfig(adapters=two, max_adapter_bytes=most)
+        if most == 2 * size:
+            load_adapters(verified, config, lambda line: None)
+            assert verified.adapters.figures()["adapter_bytes"] == most
+            continue
+        with pytest.raises(AdapterRefusedError, match=r"adapter 'b'.*free of max_adapter_bytes"):
+            load_adapters(verified, config, lambda line: None)
     os.truncate(folder / WEIGHTS, 64 << 20)
-    with pytest.raises(AdapterRefusedError, match="more than is free of max_adapter_bytes"):
+    with pytest.raises(AdapterRoomError, match="1,048,576 are free of max_adapter_bytes") as raised:
         read(loaded, folder, max_bytes=1 << 20)
+    assert raised.value.missing_bytes == 63 << 20
 
 
 @pytest.mark.parametrize(
@@ -253,9 +260,11 @@ def test_names_that_are_refused(given: list[str], told: str) -> None:
 
 
 def test_names_and_directories() -> None:
-    assert named_directories(["team/a:1=/x=y", "b=z"]) == {"team/a:1": "/x=y", "b": "z"}
-    with pytest.raises(ConfigError, match="tensor_parallel is auto, which has none"):
-        LoadConfig(adapters=("a=/x",), tensor_parallel="auto")
+    found = at_start(["team/a:1=/x=y", "b=z"])
+    assert {one.name: one.source for one in found} == {"team/a:1": "/x=y", "b": "z"}
+    for options in ({"adapters": ("a=/x",)}, {"adapter_root": "/x"}):
+        with pytest.raises(ConfigError, match="tensor_parallel is auto, which has none"):
+            LoadConfig(**options, tensor_parallel="auto")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -267,12 +276,109 @@ def test_names_and_directories() -> None:
     ],
 )
 def test_where_adapters_are_not_computed_they_are_refused(
-    loaded: LoadedModel, folder: Path, change: dict[str, Any], reason: str
+    loaded: LoadedModel, change: dict[str, Any], reason: str
 ) -> None:
     verified = loaded._verified
     assert why_no_adapters(verified) is None
     with pytest.raises(AdapterRefusedError, match=reason):
-        load_adapters(
-            dataclasses.replace(verified, **change), Path(), {"a": str(folder)},
-            max_rank=64, max_bytes=2**30, progress=print,
-        )  # fmt: skip
+        load_adapters(dataclasses.replace(verified, **change), LoadConfig(adapter_root="/"), print)
+
+
+# ---- sources below a root -------------------------------------------------------------------
+
+
+def loader_below(loaded: LoadedModel, root: Path) -> AdapterLoader:
+    verified = dataclasses.replace(loaded._verified, adapters=LoadedAdapters())
+    return AdapterLoader(verified, LoadConfig(adapter_root=str(root)))
+
+
+def named(source: str, digest: str = "") -> AdapterLoad:
+    return AdapterLoad(name="x", source=source, digest=digest)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["", "/", "/etc", "..", "a/..", "../a", "a//b", "./a", "a/", "a\n", "a\0b", "x" * 1025],
+)
+def test_sources_that_are_no_names(source: str, loaded: LoadedModel, folder: Path) -> None:
+    with pytest.raises(AdapterRefusedError, match="it must be the name of a directory below"):
+        loader_below(loaded, folder.parent).read(named(source))
+
+
+def test_a_source_is_below_the_root(loaded: LoadedModel, folder: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "team").mkdir(parents=True)
+    folder.rename(root / "team" / "v1")
+    (root / "current").symlink_to("team/v1")
+    (root / "out").symlink_to(tmp_path)
+    (root / "file").write_text("")
+    loader = loader_below(loaded, root)
+    found = loader.read(named("team/v1"))
+    assert loader.read(named("current")).digest == found.digest
+    assert loader.read(named("team/v1", found.digest.hex())).digest == found.digest
+    with pytest.raises(AdapterRefusedError, match="files are others than those that were loaded"):
+        loader.read(named("team/v1", "00" * 32))
+    with pytest.raises(AdapterRefusedError, match="source is a link that leaves adapter_root"):
+        loader.read(named("out"))
+    for source in ("nothing", "file", "x" * 300, "team/v1/" + CONFIG):
+        with pytest.raises(AdapterRefusedError, match="there is no such directory"):
+            loader.read(named(source))
+    with pytest.raises(AdapterRefusedError, match=r"adapter_root.*there is no such directory"):
+        loader_below(loaded, root / "file")
+
+
+def test_no_directory_is_listed(
+    loaded: LoadedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So one of 100,000 files costs no more than another."""
+
+    def never(*given: object) -> None:
+        raise AssertionError("the directory is listed")
+
+    loader = loader_below(loaded, folder.parent)
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, never)
+    assert loader.read(named("a")).modules
+
+
+def test_a_file_that_changes_while_it_is_read(
+    loaded: LoadedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.fstat
+
+    def once(handle: int) -> os.stat_result:
+        found = before(handle)
+        os.utime(folder / CONFIG, ns=(0, found.st_mtime_ns + 1))
+        return found
+
+    monkeypatch.setattr("engine.loading.adapters.adapter_files.os.fstat", once)
+    with pytest.raises(AdapterRefusedError, match="has changed while it was read"):
+        read(loaded, folder)
+
+
+def test_a_link_that_is_turned_after_it_was_checked(
+    loaded: LoadedModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes((folder / CONFIG).read_bytes())
+    plain = Path.resolve
+
+    def turned(path: Path, strict: bool = False) -> Path:
+        found = plain(path, strict)
+        if path.name == CONFIG:
+            (folder / CONFIG).unlink(missing_ok=True)
+            (folder / CONFIG).symlink_to(outside)
+        return found
+
+    monkeypatch.setattr(Path, "resolve", turned)
+    with pytest.raises(AdapterRefusedError, match="is a link that leaves"):
+        read(loaded, folder)
+
+
+def test_a_config_of_halves_of_characters_is_told(loaded: LoadedModel, folder: Path) -> None:
+    configured(folder, **{"\ud800": 1})
+    with pytest.raises(AdapterRefusedError) as raised:
+        read(loaded, folder)
+    str(raised.value).encode()
+    configured(folder, **{"\ud800": 0, "base_model_name_or_path": "a\ud800\nb" + "c" * 999})
+    assert read(loaded, folder).base_model == "ab" + "c" * 252

@@ -17,8 +17,10 @@ import pytest_asyncio
 
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
 from engine.contract.errors import (
+    AdapterExistsError,
     AdapterNotLoadedError,
     AdapterRefusedError,
+    AdapterRoomError,
     CompileQueueFullError,
     ConfigError,
     DuplicateRequestError,
@@ -428,6 +430,9 @@ def _is_alive(pid: int) -> bool:
         InvalidRequestError("stop.max_tokens", "is -1"),
         UnsupportedFeatureError("adapter", "is not done"),
         AdapterNotLoadedError("a"),
+        AdapterNotLoadedError("a", "name"),
+        AdapterExistsError("a", "is loaded"),
+        AdapterRoomError.of(12, 34, 56),
         AdapterRefusedError("no"),
         DuplicateRequestError("a"),
         QueueFullError(3, 0.25),

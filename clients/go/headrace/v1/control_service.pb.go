@@ -1591,7 +1591,9 @@ type LiveRequest struct {
 	// Whether its results go to a stream now. If not, it came by AddRequest, or its stream was lost and it has a lease.
 	Streaming bool `protobuf:"varint,10,opt,name=streaming,proto3" json:"streaming,omitempty"`
 	// Its labels, as the caller gave them.
-	Labels        []*Label `protobuf:"bytes,11,rep,name=labels,proto3" json:"labels,omitempty"`
+	Labels []*Label `protobuf:"bytes,11,rep,name=labels,proto3" json:"labels,omitempty"`
+	// The name of its adapter. Empty: it has none.
+	Adapter       string `protobuf:"bytes,12,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1701,6 +1703,13 @@ func (x *LiveRequest) GetLabels() []*Label {
 		return x.Labels
 	}
 	return nil
+}
+
+func (x *LiveRequest) GetAdapter() string {
+	if x != nil {
+		return x.Adapter
+	}
+	return ""
 }
 
 // The full name of a request.
@@ -2342,6 +2351,256 @@ func (*ResetPrefixCacheResponse) Descriptor() ([]byte, []int) {
 	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{27}
 }
 
+// The request of LoadAdapter.
+type LoadAdapterRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What requests will call it: 1 to 128 letters, digits and ._:/@+-, of which the first is a letter or a digit. Not a
+	// name of the served model. Required.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// The name of its directory below the server's --adapter-root, such as "team/v3". At most 1,024 characters. Required.
+	Source string `protobuf:"bytes,2,opt,name=source,proto3" json:"source,omitempty"`
+	// Whether it stays when others need the memory.
+	Pinned bool `protobuf:"varint,3,opt,name=pinned,proto3" json:"pinned,omitempty"`
+	// Whether it may take the place of a loaded adapter with this name.
+	Replace bool `protobuf:"varint,4,opt,name=replace,proto3" json:"replace,omitempty"`
+	// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+	// and its name. At most 64.
+	RequiredCapabilities []string `protobuf:"bytes,15,rep,name=required_capabilities,json=requiredCapabilities,proto3" json:"required_capabilities,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
+}
+
+func (x *LoadAdapterRequest) Reset() {
+	*x = LoadAdapterRequest{}
+	mi := &file_headrace_v1_control_service_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LoadAdapterRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LoadAdapterRequest) ProtoMessage() {}
+
+func (x *LoadAdapterRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_control_service_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LoadAdapterRequest.ProtoReflect.Descriptor instead.
+func (*LoadAdapterRequest) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *LoadAdapterRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *LoadAdapterRequest) GetSource() string {
+	if x != nil {
+		return x.Source
+	}
+	return ""
+}
+
+func (x *LoadAdapterRequest) GetPinned() bool {
+	if x != nil {
+		return x.Pinned
+	}
+	return false
+}
+
+func (x *LoadAdapterRequest) GetReplace() bool {
+	if x != nil {
+		return x.Replace
+	}
+	return false
+}
+
+func (x *LoadAdapterRequest) GetRequiredCapabilities() []string {
+	if x != nil {
+		return x.RequiredCapabilities
+	}
+	return nil
+}
+
+// The answer of LoadAdapter: requests may name the adapter.
+type LoadAdapterResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The adapter.
+	Adapter *Adapter `protobuf:"bytes,1,opt,name=adapter,proto3" json:"adapter,omitempty"`
+	// The names of adapters that were unloaded because it needed the memory.
+	Evicted       []string `protobuf:"bytes,2,rep,name=evicted,proto3" json:"evicted,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LoadAdapterResponse) Reset() {
+	*x = LoadAdapterResponse{}
+	mi := &file_headrace_v1_control_service_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LoadAdapterResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LoadAdapterResponse) ProtoMessage() {}
+
+func (x *LoadAdapterResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_control_service_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LoadAdapterResponse.ProtoReflect.Descriptor instead.
+func (*LoadAdapterResponse) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *LoadAdapterResponse) GetAdapter() *Adapter {
+	if x != nil {
+		return x.Adapter
+	}
+	return nil
+}
+
+func (x *LoadAdapterResponse) GetEvicted() []string {
+	if x != nil {
+		return x.Evicted
+	}
+	return nil
+}
+
+// The request of UnloadAdapter.
+type UnloadAdapterRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The adapter's name. Required.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// How long requests that have it may go on, up to a day. Zero: they are cancelled at once. Absent: to their end.
+	Timeout *durationpb.Duration `protobuf:"bytes,2,opt,name=timeout,proto3" json:"timeout,omitempty"`
+	// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+	// and its name. At most 64.
+	RequiredCapabilities []string `protobuf:"bytes,15,rep,name=required_capabilities,json=requiredCapabilities,proto3" json:"required_capabilities,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
+}
+
+func (x *UnloadAdapterRequest) Reset() {
+	*x = UnloadAdapterRequest{}
+	mi := &file_headrace_v1_control_service_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnloadAdapterRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnloadAdapterRequest) ProtoMessage() {}
+
+func (x *UnloadAdapterRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_control_service_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnloadAdapterRequest.ProtoReflect.Descriptor instead.
+func (*UnloadAdapterRequest) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *UnloadAdapterRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *UnloadAdapterRequest) GetTimeout() *durationpb.Duration {
+	if x != nil {
+		return x.Timeout
+	}
+	return nil
+}
+
+func (x *UnloadAdapterRequest) GetRequiredCapabilities() []string {
+	if x != nil {
+		return x.RequiredCapabilities
+	}
+	return nil
+}
+
+// The answer of UnloadAdapter: new requests cannot name it.
+type UnloadAdapterResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How many live requests have it.
+	LiveRequests  uint64 `protobuf:"varint,1,opt,name=live_requests,json=liveRequests,proto3" json:"live_requests,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UnloadAdapterResponse) Reset() {
+	*x = UnloadAdapterResponse{}
+	mi := &file_headrace_v1_control_service_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnloadAdapterResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnloadAdapterResponse) ProtoMessage() {}
+
+func (x *UnloadAdapterResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_control_service_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnloadAdapterResponse.ProtoReflect.Descriptor instead.
+func (*UnloadAdapterResponse) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *UnloadAdapterResponse) GetLiveRequests() uint64 {
+	if x != nil {
+		return x.LiveRequests
+	}
+	return 0
+}
+
 // The request of SetLogLevel.
 type SetLogLevelRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2356,7 +2615,7 @@ type SetLogLevelRequest struct {
 
 func (x *SetLogLevelRequest) Reset() {
 	*x = SetLogLevelRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[28]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2368,7 +2627,7 @@ func (x *SetLogLevelRequest) String() string {
 func (*SetLogLevelRequest) ProtoMessage() {}
 
 func (x *SetLogLevelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[28]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2381,7 +2640,7 @@ func (x *SetLogLevelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetLogLevelRequest.ProtoReflect.Descriptor instead.
 func (*SetLogLevelRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{28}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *SetLogLevelRequest) GetLevel() LogLevel {
@@ -2409,7 +2668,7 @@ type SetLogLevelResponse struct {
 
 func (x *SetLogLevelResponse) Reset() {
 	*x = SetLogLevelResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[29]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2421,7 +2680,7 @@ func (x *SetLogLevelResponse) String() string {
 func (*SetLogLevelResponse) ProtoMessage() {}
 
 func (x *SetLogLevelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[29]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2434,7 +2693,7 @@ func (x *SetLogLevelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetLogLevelResponse.ProtoReflect.Descriptor instead.
 func (*SetLogLevelResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{29}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *SetLogLevelResponse) GetPreviousLevel() LogLevel {
@@ -2448,7 +2707,7 @@ var File_headrace_v1_control_service_proto protoreflect.FileDescriptor
 
 const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\n" +
-	"!headrace/v1/control_service.proto\x12\vheadrace.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cheadrace/v1/generation.proto\x1a$headrace/v1/generation_service.proto\"K\n" +
+	"!headrace/v1/control_service.proto\x12\vheadrace.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cheadrace/v1/generation.proto\x1a$headrace/v1/generation_service.proto\x1a\x1fheadrace/v1/model_service.proto\"K\n" +
 	"\x14GetStatisticsRequest\x123\n" +
 	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"P\n" +
 	"\x15GetStatisticsResponse\x127\n" +
@@ -2571,7 +2830,7 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\brequests\x18\x01 \x03(\v2\x18.headrace.v1.LiveRequestR\brequests\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1d\n" +
 	"\n" +
-	"total_size\x18\x03 \x01(\x04R\ttotalSize\"\xaf\x03\n" +
+	"total_size\x18\x03 \x01(\x04R\ttotalSize\"\xc9\x03\n" +
 	"\vLiveRequest\x12\x1a\n" +
 	"\bidentity\x18\x01 \x01(\tR\bidentity\x12\x1d\n" +
 	"\n" +
@@ -2586,7 +2845,8 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"time_limit\x18\t \x01(\v2\x19.google.protobuf.DurationR\ttimeLimit\x12\x1c\n" +
 	"\tstreaming\x18\n" +
 	" \x01(\bR\tstreaming\x12*\n" +
-	"\x06labels\x18\v \x03(\v2\x12.headrace.v1.LabelR\x06labels\"T\n" +
+	"\x06labels\x18\v \x03(\v2\x12.headrace.v1.LabelR\x06labels\x12\x18\n" +
+	"\aadapter\x18\f \x01(\tR\aadapter\"T\n" +
 	"\vRequestName\x12 \n" +
 	"\bidentity\x18\x01 \x01(\tB\x04\xe2A\x01\x02R\bidentity\x12#\n" +
 	"\n" +
@@ -2623,7 +2883,22 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\rlive_requests\x18\x03 \x01(\x04R\fliveRequests\"N\n" +
 	"\x17ResetPrefixCacheRequest\x123\n" +
 	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"\x1a\n" +
-	"\x18ResetPrefixCacheResponse\"|\n" +
+	"\x18ResetPrefixCacheResponse\"\xb3\x01\n" +
+	"\x12LoadAdapterRequest\x12\x18\n" +
+	"\x04name\x18\x01 \x01(\tB\x04\xe2A\x01\x02R\x04name\x12\x1c\n" +
+	"\x06source\x18\x02 \x01(\tB\x04\xe2A\x01\x02R\x06source\x12\x16\n" +
+	"\x06pinned\x18\x03 \x01(\bR\x06pinned\x12\x18\n" +
+	"\areplace\x18\x04 \x01(\bR\areplace\x123\n" +
+	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"_\n" +
+	"\x13LoadAdapterResponse\x12.\n" +
+	"\aadapter\x18\x01 \x01(\v2\x14.headrace.v1.AdapterR\aadapter\x12\x18\n" +
+	"\aevicted\x18\x02 \x03(\tR\aevicted\"\x9a\x01\n" +
+	"\x14UnloadAdapterRequest\x12\x18\n" +
+	"\x04name\x18\x01 \x01(\tB\x04\xe2A\x01\x02R\x04name\x123\n" +
+	"\atimeout\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\atimeout\x123\n" +
+	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"<\n" +
+	"\x15UnloadAdapterResponse\x12#\n" +
+	"\rlive_requests\x18\x01 \x01(\x04R\fliveRequests\"|\n" +
 	"\x12SetLogLevelRequest\x121\n" +
 	"\x05level\x18\x01 \x01(\x0e2\x15.headrace.v1.LogLevelB\x04\xe2A\x01\x02R\x05level\x123\n" +
 	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"S\n" +
@@ -2648,7 +2923,8 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\x15REQUEST_STATE_WAITING\x10\x02\x12\x1c\n" +
 	"\x18REQUEST_STATE_GENERATING\x10\x03\x12\x1c\n" +
 	"\x18REQUEST_STATE_CANCELLING\x10\x04\x12\x16\n" +
-	"\x12REQUEST_STATE_HELD\x10\x052\xa5\b\n" +
+	"\x12REQUEST_STATE_HELD\x10\x052\x9d\n" +
+	"\n" +
 	"\x0eControlService\x12v\n" +
 	"\rGetStatistics\x12!.headrace.v1.GetStatisticsRequest\x1a\".headrace.v1.GetStatisticsResponse\"\x1e\x82\xd3\xe4\x93\x02\x18\x12\x16/v1/control/statistics\x12\x84\x01\n" +
 	"\x0fWatchStatistics\x12#.headrace.v1.WatchStatisticsRequest\x1a$.headrace.v1.WatchStatisticsResponse\"$\x82\xd3\xe4\x93\x02\x1e\x12\x1c/v1/control/statistics:watch0\x01\x12q\n" +
@@ -2657,7 +2933,9 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\x05Pause\x12\x19.headrace.v1.PauseRequest\x1a\x1a.headrace.v1.PauseResponse\"\x1c\x82\xd3\xe4\x93\x02\x16:\x01*\"\x11/v1/control:pause\x12`\n" +
 	"\x06Resume\x12\x1a.headrace.v1.ResumeRequest\x1a\x1b.headrace.v1.ResumeResponse\"\x1d\x82\xd3\xe4\x93\x02\x17:\x01*\"\x12/v1/control:resume\x12\\\n" +
 	"\x05Drain\x12\x19.headrace.v1.DrainRequest\x1a\x1a.headrace.v1.DrainResponse\"\x1c\x82\xd3\xe4\x93\x02\x16:\x01*\"\x11/v1/control:drain\x12\x8a\x01\n" +
-	"\x10ResetPrefixCache\x12$.headrace.v1.ResetPrefixCacheRequest\x1a%.headrace.v1.ResetPrefixCacheResponse\")\x82\xd3\xe4\x93\x02#:\x01*\"\x1e/v1/control/prefix-cache:reset\x12r\n" +
+	"\x10ResetPrefixCache\x12$.headrace.v1.ResetPrefixCacheRequest\x1a%.headrace.v1.ResetPrefixCacheResponse\")\x82\xd3\xe4\x93\x02#:\x01*\"\x1e/v1/control/prefix-cache:reset\x12v\n" +
+	"\vLoadAdapter\x12\x1f.headrace.v1.LoadAdapterRequest\x1a .headrace.v1.LoadAdapterResponse\"$\x82\xd3\xe4\x93\x02\x1e:\x01*\"\x19/v1/control/adapters:load\x12~\n" +
+	"\rUnloadAdapter\x12!.headrace.v1.UnloadAdapterRequest\x1a\".headrace.v1.UnloadAdapterResponse\"&\x82\xd3\xe4\x93\x02 :\x01*\"\x1b/v1/control/adapters:unload\x12r\n" +
 	"\vSetLogLevel\x12\x1f.headrace.v1.SetLogLevelRequest\x1a .headrace.v1.SetLogLevelResponse\" \x82\xd3\xe4\x93\x02\x1a:\x01*\"\x15/v1/control/log-levelBP\n" +
 	"\x0fdev.headrace.v1B\x13ControlServiceProtoP\x01Z&headrace.dev/go/headrace/v1;headracev1b\x06proto3"
 
@@ -2674,7 +2952,7 @@ func file_headrace_v1_control_service_proto_rawDescGZIP() []byte {
 }
 
 var file_headrace_v1_control_service_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_headrace_v1_control_service_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
+var file_headrace_v1_control_service_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
 var file_headrace_v1_control_service_proto_goTypes = []any{
 	(ServerPhase)(0),                 // 0: headrace.v1.ServerPhase
 	(LogLevel)(0),                    // 1: headrace.v1.LogLevel
@@ -2707,20 +2985,25 @@ var file_headrace_v1_control_service_proto_goTypes = []any{
 	(*DrainResponse)(nil),            // 28: headrace.v1.DrainResponse
 	(*ResetPrefixCacheRequest)(nil),  // 29: headrace.v1.ResetPrefixCacheRequest
 	(*ResetPrefixCacheResponse)(nil), // 30: headrace.v1.ResetPrefixCacheResponse
-	(*SetLogLevelRequest)(nil),       // 31: headrace.v1.SetLogLevelRequest
-	(*SetLogLevelResponse)(nil),      // 32: headrace.v1.SetLogLevelResponse
-	nil,                              // 33: headrace.v1.EngineStatistics.OthersEntry
-	(*durationpb.Duration)(nil),      // 34: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 35: google.protobuf.Timestamp
-	(*Label)(nil),                    // 36: headrace.v1.Label
-	(CancelStatus)(0),                // 37: headrace.v1.CancelStatus
+	(*LoadAdapterRequest)(nil),       // 31: headrace.v1.LoadAdapterRequest
+	(*LoadAdapterResponse)(nil),      // 32: headrace.v1.LoadAdapterResponse
+	(*UnloadAdapterRequest)(nil),     // 33: headrace.v1.UnloadAdapterRequest
+	(*UnloadAdapterResponse)(nil),    // 34: headrace.v1.UnloadAdapterResponse
+	(*SetLogLevelRequest)(nil),       // 35: headrace.v1.SetLogLevelRequest
+	(*SetLogLevelResponse)(nil),      // 36: headrace.v1.SetLogLevelResponse
+	nil,                              // 37: headrace.v1.EngineStatistics.OthersEntry
+	(*durationpb.Duration)(nil),      // 38: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 39: google.protobuf.Timestamp
+	(*Label)(nil),                    // 40: headrace.v1.Label
+	(CancelStatus)(0),                // 41: headrace.v1.CancelStatus
+	(*Adapter)(nil),                  // 42: headrace.v1.Adapter
 }
 var file_headrace_v1_control_service_proto_depIdxs = []int32{
 	7,  // 0: headrace.v1.GetStatisticsResponse.statistics:type_name -> headrace.v1.Statistics
-	34, // 1: headrace.v1.WatchStatisticsRequest.interval:type_name -> google.protobuf.Duration
+	38, // 1: headrace.v1.WatchStatisticsRequest.interval:type_name -> google.protobuf.Duration
 	7,  // 2: headrace.v1.WatchStatisticsResponse.statistics:type_name -> headrace.v1.Statistics
-	35, // 3: headrace.v1.Statistics.sample_time:type_name -> google.protobuf.Timestamp
-	34, // 4: headrace.v1.Statistics.uptime_duration:type_name -> google.protobuf.Duration
+	39, // 3: headrace.v1.Statistics.sample_time:type_name -> google.protobuf.Timestamp
+	38, // 4: headrace.v1.Statistics.uptime_duration:type_name -> google.protobuf.Duration
 	0,  // 5: headrace.v1.Statistics.phase:type_name -> headrace.v1.ServerPhase
 	9,  // 6: headrace.v1.Statistics.pause:type_name -> headrace.v1.PauseState
 	10, // 7: headrace.v1.Statistics.drain:type_name -> headrace.v1.DrainState
@@ -2729,52 +3012,58 @@ var file_headrace_v1_control_service_proto_depIdxs = []int32{
 	13, // 10: headrace.v1.Statistics.engine:type_name -> headrace.v1.EngineStatistics
 	15, // 11: headrace.v1.Statistics.rates:type_name -> headrace.v1.EngineRates
 	8,  // 12: headrace.v1.Statistics.startup_phases:type_name -> headrace.v1.StartupPhase
-	34, // 13: headrace.v1.StartupPhase.duration:type_name -> google.protobuf.Duration
-	35, // 14: headrace.v1.PauseState.start_time:type_name -> google.protobuf.Timestamp
-	35, // 15: headrace.v1.DrainState.start_time:type_name -> google.protobuf.Timestamp
-	34, // 16: headrace.v1.DrainState.timeout:type_name -> google.protobuf.Duration
+	38, // 13: headrace.v1.StartupPhase.duration:type_name -> google.protobuf.Duration
+	39, // 14: headrace.v1.PauseState.start_time:type_name -> google.protobuf.Timestamp
+	39, // 15: headrace.v1.DrainState.start_time:type_name -> google.protobuf.Timestamp
+	38, // 16: headrace.v1.DrainState.timeout:type_name -> google.protobuf.Duration
 	12, // 17: headrace.v1.FrontEndStatistics.refusals:type_name -> headrace.v1.RefusalStatistics
-	34, // 18: headrace.v1.EngineStatistics.last_step_duration:type_name -> google.protobuf.Duration
+	38, // 18: headrace.v1.EngineStatistics.last_step_duration:type_name -> google.protobuf.Duration
 	14, // 19: headrace.v1.EngineStatistics.callers:type_name -> headrace.v1.CallerStatistics
 	14, // 20: headrace.v1.EngineStatistics.other_callers:type_name -> headrace.v1.CallerStatistics
-	33, // 21: headrace.v1.EngineStatistics.others:type_name -> headrace.v1.EngineStatistics.OthersEntry
-	34, // 22: headrace.v1.EngineRates.window:type_name -> google.protobuf.Duration
+	37, // 21: headrace.v1.EngineStatistics.others:type_name -> headrace.v1.EngineStatistics.OthersEntry
+	38, // 22: headrace.v1.EngineRates.window:type_name -> google.protobuf.Duration
 	18, // 23: headrace.v1.ListRequestsResponse.requests:type_name -> headrace.v1.LiveRequest
 	2,  // 24: headrace.v1.LiveRequest.state:type_name -> headrace.v1.RequestState
-	34, // 25: headrace.v1.LiveRequest.age_duration:type_name -> google.protobuf.Duration
-	34, // 26: headrace.v1.LiveRequest.time_limit:type_name -> google.protobuf.Duration
-	36, // 27: headrace.v1.LiveRequest.labels:type_name -> headrace.v1.Label
+	38, // 25: headrace.v1.LiveRequest.age_duration:type_name -> google.protobuf.Duration
+	38, // 26: headrace.v1.LiveRequest.time_limit:type_name -> google.protobuf.Duration
+	40, // 27: headrace.v1.LiveRequest.labels:type_name -> headrace.v1.Label
 	19, // 28: headrace.v1.CancelRequestsRequest.requests:type_name -> headrace.v1.RequestName
 	22, // 29: headrace.v1.CancelRequestsResponse.results:type_name -> headrace.v1.RequestCancellation
-	37, // 30: headrace.v1.RequestCancellation.status:type_name -> headrace.v1.CancelStatus
+	41, // 30: headrace.v1.RequestCancellation.status:type_name -> headrace.v1.CancelStatus
 	9,  // 31: headrace.v1.PauseResponse.pause:type_name -> headrace.v1.PauseState
-	34, // 32: headrace.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
+	38, // 32: headrace.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
 	10, // 33: headrace.v1.DrainResponse.drain:type_name -> headrace.v1.DrainState
-	1,  // 34: headrace.v1.SetLogLevelRequest.level:type_name -> headrace.v1.LogLevel
-	1,  // 35: headrace.v1.SetLogLevelResponse.previous_level:type_name -> headrace.v1.LogLevel
-	3,  // 36: headrace.v1.ControlService.GetStatistics:input_type -> headrace.v1.GetStatisticsRequest
-	5,  // 37: headrace.v1.ControlService.WatchStatistics:input_type -> headrace.v1.WatchStatisticsRequest
-	16, // 38: headrace.v1.ControlService.ListRequests:input_type -> headrace.v1.ListRequestsRequest
-	20, // 39: headrace.v1.ControlService.CancelRequests:input_type -> headrace.v1.CancelRequestsRequest
-	23, // 40: headrace.v1.ControlService.Pause:input_type -> headrace.v1.PauseRequest
-	25, // 41: headrace.v1.ControlService.Resume:input_type -> headrace.v1.ResumeRequest
-	27, // 42: headrace.v1.ControlService.Drain:input_type -> headrace.v1.DrainRequest
-	29, // 43: headrace.v1.ControlService.ResetPrefixCache:input_type -> headrace.v1.ResetPrefixCacheRequest
-	31, // 44: headrace.v1.ControlService.SetLogLevel:input_type -> headrace.v1.SetLogLevelRequest
-	4,  // 45: headrace.v1.ControlService.GetStatistics:output_type -> headrace.v1.GetStatisticsResponse
-	6,  // 46: headrace.v1.ControlService.WatchStatistics:output_type -> headrace.v1.WatchStatisticsResponse
-	17, // 47: headrace.v1.ControlService.ListRequests:output_type -> headrace.v1.ListRequestsResponse
-	21, // 48: headrace.v1.ControlService.CancelRequests:output_type -> headrace.v1.CancelRequestsResponse
-	24, // 49: headrace.v1.ControlService.Pause:output_type -> headrace.v1.PauseResponse
-	26, // 50: headrace.v1.ControlService.Resume:output_type -> headrace.v1.ResumeResponse
-	28, // 51: headrace.v1.ControlService.Drain:output_type -> headrace.v1.DrainResponse
-	30, // 52: headrace.v1.ControlService.ResetPrefixCache:output_type -> headrace.v1.ResetPrefixCacheResponse
-	32, // 53: headrace.v1.ControlService.SetLogLevel:output_type -> headrace.v1.SetLogLevelResponse
-	45, // [45:54] is the sub-list for method output_type
-	36, // [36:45] is the sub-list for method input_type
-	36, // [36:36] is the sub-list for extension type_name
-	36, // [36:36] is the sub-list for extension extendee
-	0,  // [0:36] is the sub-list for field type_name
+	42, // 34: headrace.v1.LoadAdapterResponse.adapter:type_name -> headrace.v1.Adapter
+	38, // 35: headrace.v1.UnloadAdapterRequest.timeout:type_name -> google.protobuf.Duration
+	1,  // 36: headrace.v1.SetLogLevelRequest.level:type_name -> headrace.v1.LogLevel
+	1,  // 37: headrace.v1.SetLogLevelResponse.previous_level:type_name -> headrace.v1.LogLevel
+	3,  // 38: headrace.v1.ControlService.GetStatistics:input_type -> headrace.v1.GetStatisticsRequest
+	5,  // 39: headrace.v1.ControlService.WatchStatistics:input_type -> headrace.v1.WatchStatisticsRequest
+	16, // 40: headrace.v1.ControlService.ListRequests:input_type -> headrace.v1.ListRequestsRequest
+	20, // 41: headrace.v1.ControlService.CancelRequests:input_type -> headrace.v1.CancelRequestsRequest
+	23, // 42: headrace.v1.ControlService.Pause:input_type -> headrace.v1.PauseRequest
+	25, // 43: headrace.v1.ControlService.Resume:input_type -> headrace.v1.ResumeRequest
+	27, // 44: headrace.v1.ControlService.Drain:input_type -> headrace.v1.DrainRequest
+	29, // 45: headrace.v1.ControlService.ResetPrefixCache:input_type -> headrace.v1.ResetPrefixCacheRequest
+	31, // 46: headrace.v1.ControlService.LoadAdapter:input_type -> headrace.v1.LoadAdapterRequest
+	33, // 47: headrace.v1.ControlService.UnloadAdapter:input_type -> headrace.v1.UnloadAdapterRequest
+	35, // 48: headrace.v1.ControlService.SetLogLevel:input_type -> headrace.v1.SetLogLevelRequest
+	4,  // 49: headrace.v1.ControlService.GetStatistics:output_type -> headrace.v1.GetStatisticsResponse
+	6,  // 50: headrace.v1.ControlService.WatchStatistics:output_type -> headrace.v1.WatchStatisticsResponse
+	17, // 51: headrace.v1.ControlService.ListRequests:output_type -> headrace.v1.ListRequestsResponse
+	21, // 52: headrace.v1.ControlService.CancelRequests:output_type -> headrace.v1.CancelRequestsResponse
+	24, // 53: headrace.v1.ControlService.Pause:output_type -> headrace.v1.PauseResponse
+	26, // 54: headrace.v1.ControlService.Resume:output_type -> headrace.v1.ResumeResponse
+	28, // 55: headrace.v1.ControlService.Drain:output_type -> headrace.v1.DrainResponse
+	30, // 56: headrace.v1.ControlService.ResetPrefixCache:output_type -> headrace.v1.ResetPrefixCacheResponse
+	32, // 57: headrace.v1.ControlService.LoadAdapter:output_type -> headrace.v1.LoadAdapterResponse
+	34, // 58: headrace.v1.ControlService.UnloadAdapter:output_type -> headrace.v1.UnloadAdapterResponse
+	36, // 59: headrace.v1.ControlService.SetLogLevel:output_type -> headrace.v1.SetLogLevelResponse
+	49, // [49:60] is the sub-list for method output_type
+	38, // [38:49] is the sub-list for method input_type
+	38, // [38:38] is the sub-list for extension type_name
+	38, // [38:38] is the sub-list for extension extendee
+	0,  // [0:38] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_control_service_proto_init() }
@@ -2784,13 +3073,14 @@ func file_headrace_v1_control_service_proto_init() {
 	}
 	file_headrace_v1_generation_proto_init()
 	file_headrace_v1_generation_service_proto_init()
+	file_headrace_v1_model_service_proto_init()
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_headrace_v1_control_service_proto_rawDesc), len(file_headrace_v1_control_service_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   31,
+			NumMessages:   35,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -32,6 +32,8 @@ const (
 	ControlService_Resume_FullMethodName           = "/headrace.v1.ControlService/Resume"
 	ControlService_Drain_FullMethodName            = "/headrace.v1.ControlService/Drain"
 	ControlService_ResetPrefixCache_FullMethodName = "/headrace.v1.ControlService/ResetPrefixCache"
+	ControlService_LoadAdapter_FullMethodName      = "/headrace.v1.ControlService/LoadAdapter"
+	ControlService_UnloadAdapter_FullMethodName    = "/headrace.v1.ControlService/UnloadAdapter"
 	ControlService_SetLogLevel_FullMethodName      = "/headrace.v1.ControlService/SetLogLevel"
 )
 
@@ -80,6 +82,22 @@ type ControlServiceClient interface {
 	// Drops all cached prefixes; answers when that is done, between two engine steps. Running requests keep their blocks
 	// until they end, and these are then not cached. UNAVAILABLE while the model loads or the engine is started again.
 	ResetPrefixCache(ctx context.Context, in *ResetPrefixCacheRequest, opts ...grpc.CallOption) (*ResetPrefixCacheResponse, error)
+	// Loads an adapter from a directory below the server's --adapter-root. Answers when requests may name it; no request waits
+	// for that. With `replace`, requests that were accepted before go on with the content that they began with, and later
+	// ones get the new content. If memory is short, unpinned adapters without requests are unloaded, the least recently
+	// used first. ModelService.ListAdapters lists what is loaded.
+	//
+	// ALREADY_EXISTS if the name is taken, FAILED_PRECONDITION with the reason if the adapter cannot be served or the server
+	// has no --adapter-root, RESOURCE_EXHAUSTED if there is no room (ErrorInfo: missing_bytes), UNAVAILABLE while the model
+	// loads, the engine is started again, or the server drains.
+	//
+	// What is loaded when the engine dies is loaded again before requests are accepted.
+	LoadAdapter(ctx context.Context, in *LoadAdapterRequest, opts ...grpc.CallOption) (*LoadAdapterResponse, error)
+	// Unloads an adapter: new requests that name it are refused at once. Requests that have it go on; those that still do
+	// after the timeout end with CANCELLED. Answers at once; the adapter's memory is freed with its last request. A load in
+	// progress under this name is given up. NOT_FOUND if there is no such adapter. UNAVAILABLE while the model loads or the
+	// engine is started again.
+	UnloadAdapter(ctx context.Context, in *UnloadAdapterRequest, opts ...grpc.CallOption) (*UnloadAdapterResponse, error)
 	// Sets the log level of the server's processes, until they end or it is set again.
 	SetLogLevel(ctx context.Context, in *SetLogLevelRequest, opts ...grpc.CallOption) (*SetLogLevelResponse, error)
 }
@@ -181,6 +199,26 @@ func (c *controlServiceClient) ResetPrefixCache(ctx context.Context, in *ResetPr
 	return out, nil
 }
 
+func (c *controlServiceClient) LoadAdapter(ctx context.Context, in *LoadAdapterRequest, opts ...grpc.CallOption) (*LoadAdapterResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(LoadAdapterResponse)
+	err := c.cc.Invoke(ctx, ControlService_LoadAdapter_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *controlServiceClient) UnloadAdapter(ctx context.Context, in *UnloadAdapterRequest, opts ...grpc.CallOption) (*UnloadAdapterResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(UnloadAdapterResponse)
+	err := c.cc.Invoke(ctx, ControlService_UnloadAdapter_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *controlServiceClient) SetLogLevel(ctx context.Context, in *SetLogLevelRequest, opts ...grpc.CallOption) (*SetLogLevelResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(SetLogLevelResponse)
@@ -236,6 +274,22 @@ type ControlServiceServer interface {
 	// Drops all cached prefixes; answers when that is done, between two engine steps. Running requests keep their blocks
 	// until they end, and these are then not cached. UNAVAILABLE while the model loads or the engine is started again.
 	ResetPrefixCache(context.Context, *ResetPrefixCacheRequest) (*ResetPrefixCacheResponse, error)
+	// Loads an adapter from a directory below the server's --adapter-root. Answers when requests may name it; no request waits
+	// for that. With `replace`, requests that were accepted before go on with the content that they began with, and later
+	// ones get the new content. If memory is short, unpinned adapters without requests are unloaded, the least recently
+	// used first. ModelService.ListAdapters lists what is loaded.
+	//
+	// ALREADY_EXISTS if the name is taken, FAILED_PRECONDITION with the reason if the adapter cannot be served or the server
+	// has no --adapter-root, RESOURCE_EXHAUSTED if there is no room (ErrorInfo: missing_bytes), UNAVAILABLE while the model
+	// loads, the engine is started again, or the server drains.
+	//
+	// What is loaded when the engine dies is loaded again before requests are accepted.
+	LoadAdapter(context.Context, *LoadAdapterRequest) (*LoadAdapterResponse, error)
+	// Unloads an adapter: new requests that name it are refused at once. Requests that have it go on; those that still do
+	// after the timeout end with CANCELLED. Answers at once; the adapter's memory is freed with its last request. A load in
+	// progress under this name is given up. NOT_FOUND if there is no such adapter. UNAVAILABLE while the model loads or the
+	// engine is started again.
+	UnloadAdapter(context.Context, *UnloadAdapterRequest) (*UnloadAdapterResponse, error)
 	// Sets the log level of the server's processes, until they end or it is set again.
 	SetLogLevel(context.Context, *SetLogLevelRequest) (*SetLogLevelResponse, error)
 	mustEmbedUnimplementedControlServiceServer()
@@ -271,6 +325,12 @@ func (UnimplementedControlServiceServer) Drain(context.Context, *DrainRequest) (
 }
 func (UnimplementedControlServiceServer) ResetPrefixCache(context.Context, *ResetPrefixCacheRequest) (*ResetPrefixCacheResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ResetPrefixCache not implemented")
+}
+func (UnimplementedControlServiceServer) LoadAdapter(context.Context, *LoadAdapterRequest) (*LoadAdapterResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method LoadAdapter not implemented")
+}
+func (UnimplementedControlServiceServer) UnloadAdapter(context.Context, *UnloadAdapterRequest) (*UnloadAdapterResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method UnloadAdapter not implemented")
 }
 func (UnimplementedControlServiceServer) SetLogLevel(context.Context, *SetLogLevelRequest) (*SetLogLevelResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method SetLogLevel not implemented")
@@ -433,6 +493,42 @@ func _ControlService_ResetPrefixCache_Handler(srv interface{}, ctx context.Conte
 	return interceptor(ctx, in, info, handler)
 }
 
+func _ControlService_LoadAdapter_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(LoadAdapterRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ControlServiceServer).LoadAdapter(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ControlService_LoadAdapter_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ControlServiceServer).LoadAdapter(ctx, req.(*LoadAdapterRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ControlService_UnloadAdapter_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UnloadAdapterRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ControlServiceServer).UnloadAdapter(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ControlService_UnloadAdapter_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ControlServiceServer).UnloadAdapter(ctx, req.(*UnloadAdapterRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _ControlService_SetLogLevel_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(SetLogLevelRequest)
 	if err := dec(in); err != nil {
@@ -485,6 +581,14 @@ var ControlService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "ResetPrefixCache",
 			Handler:    _ControlService_ResetPrefixCache_Handler,
+		},
+		{
+			MethodName: "LoadAdapter",
+			Handler:    _ControlService_LoadAdapter_Handler,
+		},
+		{
+			MethodName: "UnloadAdapter",
+			Handler:    _ControlService_UnloadAdapter_Handler,
 		},
 		{
 			MethodName: "SetLogLevel",

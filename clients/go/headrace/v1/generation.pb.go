@@ -2574,7 +2574,10 @@ type Accepted struct {
 	N uint32 `protobuf:"varint,8,opt,name=n,proto3" json:"n,omitempty"`
 	// What of the structured output, or of the tools' schemas, is held otherwise than it was written, in words for people:
 	// a format that is not known and so not held, or a bound that is narrowed to what is held exactly. At most 17.
-	Notes         []string `protobuf:"bytes,9,rep,name=notes,proto3" json:"notes,omitempty"`
+	Notes []string `protobuf:"bytes,9,rep,name=notes,proto3" json:"notes,omitempty"`
+	// The content of the adapter that serves it from the first token to the last, as in Adapter.digest, whatever its name
+	// means meanwhile. Empty: it has none.
+	AdapterDigest string `protobuf:"bytes,10,opt,name=adapter_digest,json=adapterDigest,proto3" json:"adapter_digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2670,6 +2673,13 @@ func (x *Accepted) GetNotes() []string {
 		return x.Notes
 	}
 	return nil
+}
+
+func (x *Accepted) GetAdapterDigest() string {
+	if x != nil {
+		return x.AdapterDigest
+	}
+	return ""
 }
 
 // The prompt was processed; its output begins.
@@ -3641,7 +3651,7 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\x05delta\x18\x06 \x01(\v2\x12.headrace.v1.DeltaH\x00R\x05delta\x123\n" +
 	"\bfinished\x18\a \x01(\v2\x15.headrace.v1.FinishedH\x00R\bfinished\x12-\n" +
 	"\x06failed\x18\b \x01(\v2\x13.headrace.v1.FailedH\x00R\x06failedB\a\n" +
-	"\x05event\"\xdd\x02\n" +
+	"\x05event\"\x84\x03\n" +
 	"\bAccepted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x128\n" +
@@ -3654,7 +3664,9 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\vaccept_time\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"acceptTime\x12\f\n" +
 	"\x01n\x18\b \x01(\rR\x01n\x12\x14\n" +
-	"\x05notes\x18\t \x03(\tR\x05notes\"\x8b\x01\n" +
+	"\x05notes\x18\t \x03(\tR\x05notes\x12%\n" +
+	"\x0eadapter_digest\x18\n" +
+	" \x01(\tR\radapterDigest\"\x8b\x01\n" +
 	"\x0fPromptProcessed\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\rR\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\rR\fcachedTokens\x12.\n" +

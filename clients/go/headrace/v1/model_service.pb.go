@@ -25,6 +25,63 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// The state of an adapter.
+type AdapterState int32
+
+const (
+	// Not said; never sent.
+	AdapterState_ADAPTER_STATE_UNSPECIFIED AdapterState = 0
+	// It is being read and checked; requests cannot name it yet.
+	AdapterState_ADAPTER_STATE_LOADING AdapterState = 1
+	// Requests may name it.
+	AdapterState_ADAPTER_STATE_LOADED AdapterState = 2
+	// It was unloaded or replaced: requests can no longer get it, and it goes with the last one that has it.
+	AdapterState_ADAPTER_STATE_UNLOADING AdapterState = 3
+)
+
+// Enum value maps for AdapterState.
+var (
+	AdapterState_name = map[int32]string{
+		0: "ADAPTER_STATE_UNSPECIFIED",
+		1: "ADAPTER_STATE_LOADING",
+		2: "ADAPTER_STATE_LOADED",
+		3: "ADAPTER_STATE_UNLOADING",
+	}
+	AdapterState_value = map[string]int32{
+		"ADAPTER_STATE_UNSPECIFIED": 0,
+		"ADAPTER_STATE_LOADING":     1,
+		"ADAPTER_STATE_LOADED":      2,
+		"ADAPTER_STATE_UNLOADING":   3,
+	}
+)
+
+func (x AdapterState) Enum() *AdapterState {
+	p := new(AdapterState)
+	*p = x
+	return p
+}
+
+func (x AdapterState) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (AdapterState) Descriptor() protoreflect.EnumDescriptor {
+	return file_headrace_v1_model_service_proto_enumTypes[0].Descriptor()
+}
+
+func (AdapterState) Type() protoreflect.EnumType {
+	return &file_headrace_v1_model_service_proto_enumTypes[0]
+}
+
+func (x AdapterState) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use AdapterState.Descriptor instead.
+func (AdapterState) EnumDescriptor() ([]byte, []int) {
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{0}
+}
+
 // The request of GetModel.
 type GetModelRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -792,6 +849,254 @@ func (x *Limits) GetMaxHold() *durationpb.Duration {
 	return nil
 }
 
+// The request of ListAdapters.
+type ListAdaptersRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The most adapters in one answer. 0: 100. Values above 1,000 are taken as 1,000.
+	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// Where to continue: the next_page_token of the previous answer. Empty: at the beginning.
+	PageToken string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+	// and its name. At most 64.
+	RequiredCapabilities []string `protobuf:"bytes,15,rep,name=required_capabilities,json=requiredCapabilities,proto3" json:"required_capabilities,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
+}
+
+func (x *ListAdaptersRequest) Reset() {
+	*x = ListAdaptersRequest{}
+	mi := &file_headrace_v1_model_service_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListAdaptersRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListAdaptersRequest) ProtoMessage() {}
+
+func (x *ListAdaptersRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_model_service_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListAdaptersRequest.ProtoReflect.Descriptor instead.
+func (*ListAdaptersRequest) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *ListAdaptersRequest) GetPageSize() uint32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *ListAdaptersRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+func (x *ListAdaptersRequest) GetRequiredCapabilities() []string {
+	if x != nil {
+		return x.RequiredCapabilities
+	}
+	return nil
+}
+
+// The answer of ListAdapters.
+type ListAdaptersResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Adapters, by name. A name may have several contents, of which one is loaded.
+	Adapters []*Adapter `protobuf:"bytes,1,rep,name=adapters,proto3" json:"adapters,omitempty"`
+	// The page_token for the next page. Empty: there are no more.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
+	// The number of adapters that the caller may use now, on all pages together.
+	TotalSize     uint64 `protobuf:"varint,3,opt,name=total_size,json=totalSize,proto3" json:"total_size,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListAdaptersResponse) Reset() {
+	*x = ListAdaptersResponse{}
+	mi := &file_headrace_v1_model_service_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListAdaptersResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListAdaptersResponse) ProtoMessage() {}
+
+func (x *ListAdaptersResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_model_service_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListAdaptersResponse.ProtoReflect.Descriptor instead.
+func (*ListAdaptersResponse) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *ListAdaptersResponse) GetAdapters() []*Adapter {
+	if x != nil {
+		return x.Adapters
+	}
+	return nil
+}
+
+func (x *ListAdaptersResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
+}
+
+func (x *ListAdaptersResponse) GetTotalSize() uint64 {
+	if x != nil {
+		return x.TotalSize
+	}
+	return 0
+}
+
+// An adapter (such as a LoRA): what a request may have applied to the model.
+type Adapter struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What requests call it.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// A digest of its content, in hexadecimal: equal for equal content, whatever its name. Empty while it is
+	// being loaded.
+	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
+	// Its highest rank.
+	Rank uint32 `protobuf:"varint,3,opt,name=rank,proto3" json:"rank,omitempty"`
+	// The size of its tensors in memory, in bytes.
+	SizeBytes uint64 `protobuf:"varint,4,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
+	// How many linear layers it changes.
+	Modules uint32 `protobuf:"varint,5,opt,name=modules,proto3" json:"modules,omitempty"`
+	// Its state.
+	State AdapterState `protobuf:"varint,6,opt,name=state,proto3,enum=headrace.v1.AdapterState" json:"state,omitempty"`
+	// Whether it stays when others need the memory.
+	Pinned bool `protobuf:"varint,7,opt,name=pinned,proto3" json:"pinned,omitempty"`
+	// How many live requests have it, up to a moment ago.
+	LiveRequests uint64 `protobuf:"varint,8,opt,name=live_requests,json=liveRequests,proto3" json:"live_requests,omitempty"`
+	// The name of its base model, as its own config has it. May be empty.
+	BaseModel     string `protobuf:"bytes,9,opt,name=base_model,json=baseModel,proto3" json:"base_model,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Adapter) Reset() {
+	*x = Adapter{}
+	mi := &file_headrace_v1_model_service_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Adapter) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Adapter) ProtoMessage() {}
+
+func (x *Adapter) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_model_service_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Adapter.ProtoReflect.Descriptor instead.
+func (*Adapter) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *Adapter) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Adapter) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *Adapter) GetRank() uint32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
+func (x *Adapter) GetSizeBytes() uint64 {
+	if x != nil {
+		return x.SizeBytes
+	}
+	return 0
+}
+
+func (x *Adapter) GetModules() uint32 {
+	if x != nil {
+		return x.Modules
+	}
+	return 0
+}
+
+func (x *Adapter) GetState() AdapterState {
+	if x != nil {
+		return x.State
+	}
+	return AdapterState_ADAPTER_STATE_UNSPECIFIED
+}
+
+func (x *Adapter) GetPinned() bool {
+	if x != nil {
+		return x.Pinned
+	}
+	return false
+}
+
+func (x *Adapter) GetLiveRequests() uint64 {
+	if x != nil {
+		return x.LiveRequests
+	}
+	return 0
+}
+
+func (x *Adapter) GetBaseModel() string {
+	if x != nil {
+		return x.BaseModel
+	}
+	return ""
+}
+
 // The request of Tokenize.
 type TokenizeRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -813,7 +1118,7 @@ type TokenizeRequest struct {
 
 func (x *TokenizeRequest) Reset() {
 	*x = TokenizeRequest{}
-	mi := &file_headrace_v1_model_service_proto_msgTypes[8]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -825,7 +1130,7 @@ func (x *TokenizeRequest) String() string {
 func (*TokenizeRequest) ProtoMessage() {}
 
 func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_model_service_proto_msgTypes[8]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -838,7 +1143,7 @@ func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeRequest.ProtoReflect.Descriptor instead.
 func (*TokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{8}
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *TokenizeRequest) GetInput() isTokenizeRequest_Input {
@@ -911,7 +1216,7 @@ type TokenizeResponse struct {
 
 func (x *TokenizeResponse) Reset() {
 	*x = TokenizeResponse{}
-	mi := &file_headrace_v1_model_service_proto_msgTypes[9]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -923,7 +1228,7 @@ func (x *TokenizeResponse) String() string {
 func (*TokenizeResponse) ProtoMessage() {}
 
 func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_model_service_proto_msgTypes[9]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -936,7 +1241,7 @@ func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeResponse.ProtoReflect.Descriptor instead.
 func (*TokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{9}
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TokenizeResponse) GetTokenIds() []uint32 {
@@ -969,7 +1274,7 @@ type DetokenizeRequest struct {
 
 func (x *DetokenizeRequest) Reset() {
 	*x = DetokenizeRequest{}
-	mi := &file_headrace_v1_model_service_proto_msgTypes[10]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -981,7 +1286,7 @@ func (x *DetokenizeRequest) String() string {
 func (*DetokenizeRequest) ProtoMessage() {}
 
 func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_model_service_proto_msgTypes[10]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -994,7 +1299,7 @@ func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeRequest.ProtoReflect.Descriptor instead.
 func (*DetokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{10}
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *DetokenizeRequest) GetTokenIds() []uint32 {
@@ -1029,7 +1334,7 @@ type DetokenizeResponse struct {
 
 func (x *DetokenizeResponse) Reset() {
 	*x = DetokenizeResponse{}
-	mi := &file_headrace_v1_model_service_proto_msgTypes[11]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1041,7 +1346,7 @@ func (x *DetokenizeResponse) String() string {
 func (*DetokenizeResponse) ProtoMessage() {}
 
 func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_model_service_proto_msgTypes[11]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1054,7 +1359,7 @@ func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeResponse.ProtoReflect.Descriptor instead.
 func (*DetokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{11}
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *DetokenizeResponse) GetText() string {
@@ -1139,7 +1444,29 @@ const file_headrace_v1_model_service_proto_rawDesc = "" +
 	"\tmax_lease\x18\r \x01(\v2\x19.google.protobuf.DurationR\bmaxLease\x12D\n" +
 	"\x10result_retention\x18\x0e \x01(\v2\x19.google.protobuf.DurationR\x0fresultRetention\x12*\n" +
 	"\x11max_unread_tokens\x18\x0f \x01(\rR\x0fmaxUnreadTokens\x124\n" +
-	"\bmax_hold\x18\x10 \x01(\v2\x19.google.protobuf.DurationR\amaxHold\"\xd0\x01\n" +
+	"\bmax_hold\x18\x10 \x01(\v2\x19.google.protobuf.DurationR\amaxHold\"\x86\x01\n" +
+	"\x13ListAdaptersRequest\x12\x1b\n" +
+	"\tpage_size\x18\x01 \x01(\rR\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x02 \x01(\tR\tpageToken\x123\n" +
+	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"\x8f\x01\n" +
+	"\x14ListAdaptersResponse\x120\n" +
+	"\badapters\x18\x01 \x03(\v2\x14.headrace.v1.AdapterR\badapters\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1d\n" +
+	"\n" +
+	"total_size\x18\x03 \x01(\x04R\ttotalSize\"\x8f\x02\n" +
+	"\aAdapter\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
+	"\x06digest\x18\x02 \x01(\tR\x06digest\x12\x12\n" +
+	"\x04rank\x18\x03 \x01(\rR\x04rank\x12\x1d\n" +
+	"\n" +
+	"size_bytes\x18\x04 \x01(\x04R\tsizeBytes\x12\x18\n" +
+	"\amodules\x18\x05 \x01(\rR\amodules\x12/\n" +
+	"\x05state\x18\x06 \x01(\x0e2\x19.headrace.v1.AdapterStateR\x05state\x12\x16\n" +
+	"\x06pinned\x18\a \x01(\bR\x06pinned\x12#\n" +
+	"\rlive_requests\x18\b \x01(\x04R\fliveRequests\x12\x1d\n" +
+	"\n" +
+	"base_model\x18\t \x01(\tR\tbaseModel\"\xd0\x01\n" +
 	"\x0fTokenizeRequest\x12,\n" +
 	"\x04text\x18\x01 \x01(\v2\x16.headrace.v1.TextInputH\x00R\x04text\x12,\n" +
 	"\x04chat\x18\x02 \x01(\v2\x16.headrace.v1.ChatInputH\x00R\x04chat\x12#\n" +
@@ -1155,9 +1482,15 @@ const file_headrace_v1_model_service_proto_rawDesc = "" +
 	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilitiesB\x16\n" +
 	"\x14_skip_special_tokens\"(\n" +
 	"\x12DetokenizeResponse\x12\x12\n" +
-	"\x04text\x18\x01 \x01(\tR\x04text2\xb6\x02\n" +
+	"\x04text\x18\x01 \x01(\tR\x04text*\x7f\n" +
+	"\fAdapterState\x12\x1d\n" +
+	"\x19ADAPTER_STATE_UNSPECIFIED\x10\x00\x12\x19\n" +
+	"\x15ADAPTER_STATE_LOADING\x10\x01\x12\x18\n" +
+	"\x14ADAPTER_STATE_LOADED\x10\x02\x12\x1b\n" +
+	"\x17ADAPTER_STATE_UNLOADING\x10\x032\xa1\x03\n" +
 	"\fModelService\x12Z\n" +
-	"\bGetModel\x12\x1c.headrace.v1.GetModelRequest\x1a\x1d.headrace.v1.GetModelResponse\"\x11\x82\xd3\xe4\x93\x02\v\x12\t/v1/model\x12`\n" +
+	"\bGetModel\x12\x1c.headrace.v1.GetModelRequest\x1a\x1d.headrace.v1.GetModelResponse\"\x11\x82\xd3\xe4\x93\x02\v\x12\t/v1/model\x12i\n" +
+	"\fListAdapters\x12 .headrace.v1.ListAdaptersRequest\x1a!.headrace.v1.ListAdaptersResponse\"\x14\x82\xd3\xe4\x93\x02\x0e\x12\f/v1/adapters\x12`\n" +
 	"\bTokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\"\x17\x82\xd3\xe4\x93\x02\x11:\x01*\"\f/v1/tokenize\x12h\n" +
 	"\n" +
 	"Detokenize\x12\x1e.headrace.v1.DetokenizeRequest\x1a\x1f.headrace.v1.DetokenizeResponse\"\x19\x82\xd3\xe4\x93\x02\x13:\x01*\"\x0e/v1/detokenizeBN\n" +
@@ -1175,51 +1508,60 @@ func file_headrace_v1_model_service_proto_rawDescGZIP() []byte {
 	return file_headrace_v1_model_service_proto_rawDescData
 }
 
-var file_headrace_v1_model_service_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_headrace_v1_model_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_headrace_v1_model_service_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
 var file_headrace_v1_model_service_proto_goTypes = []any{
-	(*GetModelRequest)(nil),        // 0: headrace.v1.GetModelRequest
-	(*GetModelResponse)(nil),       // 1: headrace.v1.GetModelResponse
-	(*ModelCard)(nil),              // 2: headrace.v1.ModelCard
-	(*Capabilities)(nil),           // 3: headrace.v1.Capabilities
-	(*InputCapabilities)(nil),      // 4: headrace.v1.InputCapabilities
-	(*OutputCapabilities)(nil),     // 5: headrace.v1.OutputCapabilities
-	(*SchedulingCapabilities)(nil), // 6: headrace.v1.SchedulingCapabilities
-	(*Limits)(nil),                 // 7: headrace.v1.Limits
-	(*TokenizeRequest)(nil),        // 8: headrace.v1.TokenizeRequest
-	(*TokenizeResponse)(nil),       // 9: headrace.v1.TokenizeResponse
-	(*DetokenizeRequest)(nil),      // 10: headrace.v1.DetokenizeRequest
-	(*DetokenizeResponse)(nil),     // 11: headrace.v1.DetokenizeResponse
-	(*SamplingOptions)(nil),        // 12: headrace.v1.SamplingOptions
-	(*durationpb.Duration)(nil),    // 13: google.protobuf.Duration
-	(*TextInput)(nil),              // 14: headrace.v1.TextInput
-	(*ChatInput)(nil),              // 15: headrace.v1.ChatInput
-	(*TokenInfo)(nil),              // 16: headrace.v1.TokenInfo
+	(AdapterState)(0),              // 0: headrace.v1.AdapterState
+	(*GetModelRequest)(nil),        // 1: headrace.v1.GetModelRequest
+	(*GetModelResponse)(nil),       // 2: headrace.v1.GetModelResponse
+	(*ModelCard)(nil),              // 3: headrace.v1.ModelCard
+	(*Capabilities)(nil),           // 4: headrace.v1.Capabilities
+	(*InputCapabilities)(nil),      // 5: headrace.v1.InputCapabilities
+	(*OutputCapabilities)(nil),     // 6: headrace.v1.OutputCapabilities
+	(*SchedulingCapabilities)(nil), // 7: headrace.v1.SchedulingCapabilities
+	(*Limits)(nil),                 // 8: headrace.v1.Limits
+	(*ListAdaptersRequest)(nil),    // 9: headrace.v1.ListAdaptersRequest
+	(*ListAdaptersResponse)(nil),   // 10: headrace.v1.ListAdaptersResponse
+	(*Adapter)(nil),                // 11: headrace.v1.Adapter
+	(*TokenizeRequest)(nil),        // 12: headrace.v1.TokenizeRequest
+	(*TokenizeResponse)(nil),       // 13: headrace.v1.TokenizeResponse
+	(*DetokenizeRequest)(nil),      // 14: headrace.v1.DetokenizeRequest
+	(*DetokenizeResponse)(nil),     // 15: headrace.v1.DetokenizeResponse
+	(*SamplingOptions)(nil),        // 16: headrace.v1.SamplingOptions
+	(*durationpb.Duration)(nil),    // 17: google.protobuf.Duration
+	(*TextInput)(nil),              // 18: headrace.v1.TextInput
+	(*ChatInput)(nil),              // 19: headrace.v1.ChatInput
+	(*TokenInfo)(nil),              // 20: headrace.v1.TokenInfo
 }
 var file_headrace_v1_model_service_proto_depIdxs = []int32{
-	2,  // 0: headrace.v1.GetModelResponse.model:type_name -> headrace.v1.ModelCard
-	12, // 1: headrace.v1.ModelCard.default_sampling:type_name -> headrace.v1.SamplingOptions
-	7,  // 2: headrace.v1.ModelCard.limits:type_name -> headrace.v1.Limits
-	3,  // 3: headrace.v1.ModelCard.capabilities:type_name -> headrace.v1.Capabilities
-	4,  // 4: headrace.v1.Capabilities.input:type_name -> headrace.v1.InputCapabilities
-	5,  // 5: headrace.v1.Capabilities.output:type_name -> headrace.v1.OutputCapabilities
-	6,  // 6: headrace.v1.Capabilities.scheduling:type_name -> headrace.v1.SchedulingCapabilities
-	13, // 7: headrace.v1.Limits.max_lease:type_name -> google.protobuf.Duration
-	13, // 8: headrace.v1.Limits.result_retention:type_name -> google.protobuf.Duration
-	13, // 9: headrace.v1.Limits.max_hold:type_name -> google.protobuf.Duration
-	14, // 10: headrace.v1.TokenizeRequest.text:type_name -> headrace.v1.TextInput
-	15, // 11: headrace.v1.TokenizeRequest.chat:type_name -> headrace.v1.ChatInput
-	16, // 12: headrace.v1.TokenizeResponse.tokens:type_name -> headrace.v1.TokenInfo
-	0,  // 13: headrace.v1.ModelService.GetModel:input_type -> headrace.v1.GetModelRequest
-	8,  // 14: headrace.v1.ModelService.Tokenize:input_type -> headrace.v1.TokenizeRequest
-	10, // 15: headrace.v1.ModelService.Detokenize:input_type -> headrace.v1.DetokenizeRequest
-	1,  // 16: headrace.v1.ModelService.GetModel:output_type -> headrace.v1.GetModelResponse
-	9,  // 17: headrace.v1.ModelService.Tokenize:output_type -> headrace.v1.TokenizeResponse
-	11, // 18: headrace.v1.ModelService.Detokenize:output_type -> headrace.v1.DetokenizeResponse
-	16, // [16:19] is the sub-list for method output_type
-	13, // [13:16] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	3,  // 0: headrace.v1.GetModelResponse.model:type_name -> headrace.v1.ModelCard
+	16, // 1: headrace.v1.ModelCard.default_sampling:type_name -> headrace.v1.SamplingOptions
+	8,  // 2: headrace.v1.ModelCard.limits:type_name -> headrace.v1.Limits
+	4,  // 3: headrace.v1.ModelCard.capabilities:type_name -> headrace.v1.Capabilities
+	5,  // 4: headrace.v1.Capabilities.input:type_name -> headrace.v1.InputCapabilities
+	6,  // 5: headrace.v1.Capabilities.output:type_name -> headrace.v1.OutputCapabilities
+	7,  // 6: headrace.v1.Capabilities.scheduling:type_name -> headrace.v1.SchedulingCapabilities
+	17, // 7: headrace.v1.Limits.max_lease:type_name -> google.protobuf.Duration
+	17, // 8: headrace.v1.Limits.result_retention:type_name -> google.protobuf.Duration
+	17, // 9: headrace.v1.Limits.max_hold:type_name -> google.protobuf.Duration
+	11, // 10: headrace.v1.ListAdaptersResponse.adapters:type_name -> headrace.v1.Adapter
+	0,  // 11: headrace.v1.Adapter.state:type_name -> headrace.v1.AdapterState
+	18, // 12: headrace.v1.TokenizeRequest.text:type_name -> headrace.v1.TextInput
+	19, // 13: headrace.v1.TokenizeRequest.chat:type_name -> headrace.v1.ChatInput
+	20, // 14: headrace.v1.TokenizeResponse.tokens:type_name -> headrace.v1.TokenInfo
+	1,  // 15: headrace.v1.ModelService.GetModel:input_type -> headrace.v1.GetModelRequest
+	9,  // 16: headrace.v1.ModelService.ListAdapters:input_type -> headrace.v1.ListAdaptersRequest
+	12, // 17: headrace.v1.ModelService.Tokenize:input_type -> headrace.v1.TokenizeRequest
+	14, // 18: headrace.v1.ModelService.Detokenize:input_type -> headrace.v1.DetokenizeRequest
+	2,  // 19: headrace.v1.ModelService.GetModel:output_type -> headrace.v1.GetModelResponse
+	10, // 20: headrace.v1.ModelService.ListAdapters:output_type -> headrace.v1.ListAdaptersResponse
+	13, // 21: headrace.v1.ModelService.Tokenize:output_type -> headrace.v1.TokenizeResponse
+	15, // 22: headrace.v1.ModelService.Detokenize:output_type -> headrace.v1.DetokenizeResponse
+	19, // [19:23] is the sub-list for method output_type
+	15, // [15:19] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_model_service_proto_init() }
@@ -1228,23 +1570,24 @@ func file_headrace_v1_model_service_proto_init() {
 		return
 	}
 	file_headrace_v1_generation_proto_init()
-	file_headrace_v1_model_service_proto_msgTypes[8].OneofWrappers = []any{
+	file_headrace_v1_model_service_proto_msgTypes[11].OneofWrappers = []any{
 		(*TokenizeRequest_Text)(nil),
 		(*TokenizeRequest_Chat)(nil),
 	}
-	file_headrace_v1_model_service_proto_msgTypes[10].OneofWrappers = []any{}
+	file_headrace_v1_model_service_proto_msgTypes[13].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_headrace_v1_model_service_proto_rawDesc), len(file_headrace_v1_model_service_proto_rawDesc)),
-			NumEnums:      0,
-			NumMessages:   12,
+			NumEnums:      1,
+			NumMessages:   15,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
 		GoTypes:           file_headrace_v1_model_service_proto_goTypes,
 		DependencyIndexes: file_headrace_v1_model_service_proto_depIdxs,
+		EnumInfos:         file_headrace_v1_model_service_proto_enumTypes,
 		MessageInfos:      file_headrace_v1_model_service_proto_msgTypes,
 	}.Build()
 	File_headrace_v1_model_service_proto = out.File

@@ -21,9 +21,10 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	ModelService_GetModel_FullMethodName   = "/headrace.v1.ModelService/GetModel"
-	ModelService_Tokenize_FullMethodName   = "/headrace.v1.ModelService/Tokenize"
-	ModelService_Detokenize_FullMethodName = "/headrace.v1.ModelService/Detokenize"
+	ModelService_GetModel_FullMethodName     = "/headrace.v1.ModelService/GetModel"
+	ModelService_ListAdapters_FullMethodName = "/headrace.v1.ModelService/ListAdapters"
+	ModelService_Tokenize_FullMethodName     = "/headrace.v1.ModelService/Tokenize"
+	ModelService_Detokenize_FullMethodName   = "/headrace.v1.ModelService/Detokenize"
 )
 
 // ModelServiceClient is the client API for ModelService service.
@@ -34,6 +35,9 @@ const (
 type ModelServiceClient interface {
 	// Describes the model and the server's limits, so that clients need not find them by trial and error.
 	GetModel(ctx context.Context, in *GetModelRequest, opts ...grpc.CallOption) (*GetModelResponse, error)
+	// Lists the adapters that the caller may use, by name, in pages. Adapters that come or go between two pages do not make
+	// others repeat or disappear. Empty if the server has none. Also UNAVAILABLE while the engine is started again.
+	ListAdapters(ctx context.Context, in *ListAdaptersRequest, opts ...grpc.CallOption) (*ListAdaptersResponse, error)
 	// Turns text or a conversation into token ids, exactly as a request with that input would.
 	Tokenize(ctx context.Context, in *TokenizeRequest, opts ...grpc.CallOption) (*TokenizeResponse, error)
 	// Turns token ids into text.
@@ -52,6 +56,16 @@ func (c *modelServiceClient) GetModel(ctx context.Context, in *GetModelRequest, 
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(GetModelResponse)
 	err := c.cc.Invoke(ctx, ModelService_GetModel_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *modelServiceClient) ListAdapters(ctx context.Context, in *ListAdaptersRequest, opts ...grpc.CallOption) (*ListAdaptersResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListAdaptersResponse)
+	err := c.cc.Invoke(ctx, ModelService_ListAdapters_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -86,6 +100,9 @@ func (c *modelServiceClient) Detokenize(ctx context.Context, in *DetokenizeReque
 type ModelServiceServer interface {
 	// Describes the model and the server's limits, so that clients need not find them by trial and error.
 	GetModel(context.Context, *GetModelRequest) (*GetModelResponse, error)
+	// Lists the adapters that the caller may use, by name, in pages. Adapters that come or go between two pages do not make
+	// others repeat or disappear. Empty if the server has none. Also UNAVAILABLE while the engine is started again.
+	ListAdapters(context.Context, *ListAdaptersRequest) (*ListAdaptersResponse, error)
 	// Turns text or a conversation into token ids, exactly as a request with that input would.
 	Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error)
 	// Turns token ids into text.
@@ -102,6 +119,9 @@ type UnimplementedModelServiceServer struct{}
 
 func (UnimplementedModelServiceServer) GetModel(context.Context, *GetModelRequest) (*GetModelResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetModel not implemented")
+}
+func (UnimplementedModelServiceServer) ListAdapters(context.Context, *ListAdaptersRequest) (*ListAdaptersResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListAdapters not implemented")
 }
 func (UnimplementedModelServiceServer) Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Tokenize not implemented")
@@ -144,6 +164,24 @@ func _ModelService_GetModel_Handler(srv interface{}, ctx context.Context, dec fu
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(ModelServiceServer).GetModel(ctx, req.(*GetModelRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ModelService_ListAdapters_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListAdaptersRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ModelServiceServer).ListAdapters(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ModelService_ListAdapters_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ModelServiceServer).ListAdapters(ctx, req.(*ListAdaptersRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -194,6 +232,10 @@ var ModelService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetModel",
 			Handler:    _ModelService_GetModel_Handler,
+		},
+		{
+			MethodName: "ListAdapters",
+			Handler:    _ModelService_ListAdapters_Handler,
 		},
 		{
 			MethodName: "Tokenize",

@@ -37,6 +37,7 @@ GENERATION_SERVICE = "headrace.v1.GenerationService"
 POLL_SECONDS = 30  # of the 60 that the contract allows: proxies cut quiet calls
 READY_POLL_SECONDS = 0.2
 ANSWER_SECONDS = 0.15  # how much later than a wait its answer may come
+PAGE_SIZE = 1000  # the contract's limit
 _CANCELS_PER_CALL = 1024  # the contract's limit
 _SMALL_BYTES = 64 * 1024  # far less than what a server cuts a result into
 

@@ -104,6 +104,7 @@ def accepted_from_proto(request_id: str, message: generation_pb2.Accepted) -> Ac
         sampling=message.sampling,
         stop=message.stop,
         notes=tuple(message.notes),
+        adapter_digest=message.adapter_digest,
     )
 
 

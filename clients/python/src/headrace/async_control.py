@@ -17,6 +17,8 @@ from headrace.control import (
     first_page,
     level_name,
     level_request,
+    load_request,
+    unload_request,
     watch_request,
 )
 from headrace.errors import CallCancelledError, Peer, error_from_rpc
@@ -154,6 +156,33 @@ class AsyncControl:
             UnavailableError: the server is loading, or has no engine.
         """
         await self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest())
+
+    async def load_adapter(
+        self, name: str, source: str, *, pinned: bool = False, replace: bool = False
+    ) -> pb.LoadAdapterResponse:
+        """Loads an adapter, and returns when requests may name it; see `Control.load_adapter`.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses it; the class indicates why.
+        """
+        request = load_request(name, source, pinned=pinned, replace=replace)
+        answer: pb.LoadAdapterResponse = await self._call(self._stub.LoadAdapter, request)
+        return answer
+
+    async def unload_adapter(
+        self,
+        name: str,
+        timeout: float | None = None,  # noqa: ASYNC109  # the requests', not this call's
+    ) -> int:
+        """Unloads an adapter, and returns how many requests have it; see `Control.unload_adapter`.
+
+        Raises:
+            NotFoundError: the server has no adapter with this name.
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        request = unload_request(name, timeout)
+        answer: pb.UnloadAdapterResponse = await self._call(self._stub.UnloadAdapter, request)
+        return answer.live_requests
 
     async def set_log_level(self, level: LogLevel) -> LogLevel:
         """Sets the server's log level. Returns the previous one.

@@ -502,6 +502,21 @@ class Client:
         response = self._any(lambda at: at.models.GetModel, request, timeout)
         return ModelCard.from_proto(response.model)
 
+    def adapters(self, *, timeout: float | None = None) -> list[model_service_pb2.Adapter]:
+        """Returns the adapters that the caller may use, by name.
+
+        Raises:
+            UnavailableError: the server cannot be reached, or its model is still loading.
+        """
+        request = model_service_pb2.ListAdaptersRequest(page_size=_calls.PAGE_SIZE)
+        found: list[model_service_pb2.Adapter] = []
+        while True:
+            answer = self._any(lambda at: at.models.ListAdapters, request, timeout)
+            found += answer.adapters
+            if not answer.next_page_token:
+                return found
+            request.page_token = answer.next_page_token
+
     def tokenize(
         self,
         prompt: str | Conversation | GenerationSpec,

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from headrace._calls import PAGE_SIZE
 from headrace._from_proto import cancel_status_from_proto
 from headrace._link import Link
 from headrace.errors import CallCancelledError, error_from_rpc
@@ -18,7 +19,6 @@ from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 _CANCELS_PER_CALL = 1024  # the contract's limit
-_PAGE_SIZE = 1000
 _LEVELS: dict[LogLevel, pb.LogLevel.ValueType] = {
     "debug": pb.LOG_LEVEL_DEBUG,
     "info": pb.LOG_LEVEL_INFO,
@@ -146,6 +146,42 @@ class Control:
         """
         self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest())
 
+    def load_adapter(
+        self, name: str, source: str, *, pinned: bool = False, replace: bool = False
+    ) -> pb.LoadAdapterResponse:
+        """Loads an adapter, and returns when requests may name it.
+
+        Args:
+            name: what requests will call it.
+            source: the name of its directory below the server's `--adapter-root`.
+            pinned: whether it stays when others need the memory.
+            replace: whether it may take the place of a loaded adapter with this name. Requests that
+                were accepted before go on with what they began with.
+
+        Raises:
+            AlreadyExistsError: the name is taken.
+            FailedPreconditionError: the adapter cannot be served; the message gives the reason.
+            ResourceExhaustedError: there is no room for it.
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        request = load_request(name, source, pinned=pinned, replace=replace)
+        answer: pb.LoadAdapterResponse = self._call(self._stub.LoadAdapter, request)
+        return answer
+
+    def unload_adapter(self, name: str, timeout: float | None = None) -> int:
+        """Unloads an adapter: requests can no longer name it. Returns how many have it.
+
+        These may go on for `timeout` seconds (default: to their end), and are then cancelled.
+
+        Raises:
+            NotFoundError: the server has no adapter with this name.
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        answer: pb.UnloadAdapterResponse = self._call(
+            self._stub.UnloadAdapter, unload_request(name, timeout)
+        )
+        return answer.live_requests
+
     def set_log_level(self, level: LogLevel) -> LogLevel:
         """Sets the server's log level. Returns the previous one.
 
@@ -167,7 +203,7 @@ def watch_request(interval: float) -> pb.WatchStatisticsRequest:
 
 def first_page(identity: str) -> pb.ListRequestsRequest:
     """Returns the message that lists the first page of live requests."""
-    return pb.ListRequestsRequest(identity=identity, page_size=_PAGE_SIZE)
+    return pb.ListRequestsRequest(identity=identity, page_size=PAGE_SIZE)
 
 
 def cancel_requests(names: Iterable[tuple[str, str]]) -> Iterator[pb.CancelRequestsRequest]:
@@ -193,6 +229,18 @@ def cancel_statuses(answer: pb.CancelRequestsResponse) -> dict[tuple[str, str], 
 def drain_request(timeout: float | None, reason: str) -> pb.DrainRequest:
     """Returns the message that drains the server."""
     return pb.DrainRequest(reason=reason, timeout=None if timeout is None else _duration(timeout))
+
+
+def load_request(name: str, source: str, *, pinned: bool, replace: bool) -> pb.LoadAdapterRequest:
+    """Returns the message that loads an adapter."""
+    return pb.LoadAdapterRequest(name=name, source=source, pinned=pinned, replace=replace)
+
+
+def unload_request(name: str, timeout: float | None) -> pb.UnloadAdapterRequest:
+    """Returns the message that unloads an adapter."""
+    return pb.UnloadAdapterRequest(
+        name=name, timeout=None if timeout is None else _duration(timeout)
+    )
 
 
 def level_request(level: LogLevel) -> pb.SetLogLevelRequest:

@@ -153,6 +153,8 @@ class Accepted:
     """Descriptions of structured output constraints that are enforced differently from how they
     were written.
     """
+    adapter_digest: str = ""
+    """The digest of the content of its adapter, in hexadecimal; empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True)

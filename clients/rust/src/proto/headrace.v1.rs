@@ -604,6 +604,10 @@ pub struct Accepted {
     /// a format that is not known and so not held, or a bound that is narrowed to what is held exactly. At most 17.
     #[prost(string, repeated, tag = "9")]
     pub notes: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// The content of the adapter that serves it from the first token to the last, as in Adapter.digest, whatever its name
+    /// means meanwhile. Empty: it has none.
+    #[prost(string, tag = "10")]
+    pub adapter_digest: ::prost::alloc::string::String,
 }
 /// The prompt was processed; its output begins.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -1691,6 +1695,535 @@ pub mod generation_service_client {
         }
     }
 }
+/// The request of GetModel.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct GetModelRequest {
+    /// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+    /// and its name. At most 64.
+    #[prost(string, repeated, tag = "15")]
+    pub required_capabilities: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+}
+/// The description of the model.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct GetModelResponse {
+    /// The model and the server.
+    #[prost(message, optional, tag = "1")]
+    pub model: ::core::option::Option<ModelCard>,
+}
+/// The model and the server.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ModelCard {
+    /// The model's name: given by the operator, or the last part of its path.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// The architecture, such as "LlamaForCausalLM".
+    #[prost(string, tag = "2")]
+    pub architecture: ::prost::alloc::string::String,
+    /// How many parameters it has.
+    #[prost(uint64, tag = "3")]
+    pub parameters: u64,
+    /// The type of its weights, such as "bfloat16".
+    #[prost(string, tag = "4")]
+    pub dtype: ::prost::alloc::string::String,
+    /// Where it runs, such as "cpu" or "cuda:0".
+    #[prost(string, tag = "5")]
+    pub device: ::prost::alloc::string::String,
+    /// How many token ids there are; ids are below this.
+    #[prost(uint32, tag = "6")]
+    pub vocab_size: u32,
+    /// The model's end-of-sequence ids.
+    #[prost(uint32, repeated, tag = "7")]
+    pub eos_token_ids: ::prost::alloc::vec::Vec<u32>,
+    /// The values of absent sampling fields.
+    #[prost(message, optional, tag = "8")]
+    pub default_sampling: ::core::option::Option<SamplingOptions>,
+    /// The server's limits.
+    #[prost(message, optional, tag = "9")]
+    pub limits: ::core::option::Option<Limits>,
+    /// What the server can do with this model. Other things are refused.
+    #[prost(message, optional, tag = "10")]
+    pub capabilities: ::core::option::Option<Capabilities>,
+    /// The server process.
+    #[prost(string, tag = "11")]
+    pub instance_id: ::prost::alloc::string::String,
+    /// The version of the server.
+    #[prost(string, tag = "12")]
+    pub server_version: ::prost::alloc::string::String,
+    /// The revision of the contract that the server was built with: a number that grows with every change to it.
+    #[prost(uint32, tag = "13")]
+    pub schema_revision: u32,
+    /// The oldest revision of the contract whose clients this server still serves as they expect.
+    #[prost(uint32, tag = "14")]
+    pub minimum_client_revision: u32,
+    /// The type in which the weights of linear layers are stored if it is not dtype, such as "int8". Empty: dtype.
+    #[prost(string, tag = "15")]
+    pub quantization: ::prost::alloc::string::String,
+    /// Other names by which requests may call the model.
+    #[prost(string, repeated, tag = "16")]
+    pub aliases: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+}
+/// What a server can do with its model.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Capabilities {
+    /// The names of all capabilities that a request may require (`required_capabilities`).
+    #[prost(string, repeated, tag = "1")]
+    pub names: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// What prompts may be.
+    #[prost(message, optional, tag = "2")]
+    pub input: ::core::option::Option<InputCapabilities>,
+    /// What may be asked of the output.
+    #[prost(message, optional, tag = "3")]
+    pub output: ::core::option::Option<OutputCapabilities>,
+    /// What may be asked of the scheduler and the caches.
+    #[prost(message, optional, tag = "4")]
+    pub scheduling: ::core::option::Option<SchedulingCapabilities>,
+}
+/// What prompts may be.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct InputCapabilities {
+    /// Text: the server has the model's tokenizer. If not, prompts are token ids, and so is the output.
+    #[prost(bool, tag = "1")]
+    pub text: bool,
+    /// Token ids.
+    #[prost(bool, tag = "2")]
+    pub token_ids: bool,
+    /// Conversations: the tokenizer has a chat template.
+    #[prost(bool, tag = "3")]
+    pub chat: bool,
+    /// Tools in conversations.
+    #[prost(bool, tag = "4")]
+    pub tools: bool,
+    /// Kinds of parts that a message's content may have, by their names in ContentPart.
+    #[prost(string, repeated, tag = "5")]
+    pub content_parts: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// The name of the file whose chat template the server was given in place of the model's own. Empty: it is the model's.
+    #[prost(string, tag = "6")]
+    pub chat_template: ::prost::alloc::string::String,
+}
+/// What may be asked of the output.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct OutputCapabilities {
+    /// Log-probabilities of the output's tokens.
+    #[prost(bool, tag = "1")]
+    pub logprobs: bool,
+    /// Log-probabilities of the prompt's tokens.
+    #[prost(bool, tag = "2")]
+    pub prompt_logprobs: bool,
+    /// Forms that the output may be held to, by their names in StructuredOutput.
+    #[prost(string, repeated, tag = "3")]
+    pub structured_output: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// The parser that takes reasoning and tool calls out of replies to conversations: the name of the format that the
+    /// model writes, such as "hermes". Empty: replies are text.
+    #[prost(string, tag = "4")]
+    pub reply_parser: ::prost::alloc::string::String,
+    /// What shows that the model writes it, in words: which calls of the chat template's own it reads back, or that the
+    /// operator chose it. Empty: replies are text.
+    #[prost(string, tag = "5")]
+    pub reply_parser_proof: ::prost::alloc::string::String,
+}
+/// What may be asked of the scheduler and the caches.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct SchedulingCapabilities {
+    /// Whether priorities are heeded.
+    #[prost(bool, tag = "1")]
+    pub priorities: bool,
+    /// Whether prefixes are cached.
+    #[prost(bool, tag = "2")]
+    pub prefix_cache: bool,
+    /// Whether tokens are guessed, so that several of a request may come from one step. On a CPU it changes no token.
+    #[prost(bool, tag = "3")]
+    pub speculation: bool,
+}
+/// The server's limits. A request beyond one of them is refused with the limit's name and value.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Limits {
+    /// Prompt and output together, in tokens: the smaller of the model's context and the cache's size.
+    #[prost(uint32, tag = "1")]
+    pub max_context_tokens: u32,
+    /// The longest prompt, in tokens.
+    #[prost(uint32, tag = "2")]
+    pub max_prompt_tokens: u32,
+    /// max_tokens of requests that do not set it.
+    #[prost(uint32, tag = "3")]
+    pub default_max_tokens: u32,
+    /// The most choices of one request.
+    #[prost(uint32, tag = "4")]
+    pub max_choices: u32,
+    /// The most candidates with one token.
+    #[prost(uint32, tag = "5")]
+    pub max_logprobs: u32,
+    /// The most stop strings of one request.
+    #[prost(uint32, tag = "6")]
+    pub max_stop_strings: u32,
+    /// The longest stop string, in bytes of UTF-8.
+    #[prost(uint32, tag = "7")]
+    pub max_stop_string_bytes: u32,
+    /// The most stop ids (and, separately, end-of-sequence ids) of one request.
+    #[prost(uint32, tag = "8")]
+    pub max_stop_token_ids: u32,
+    /// The most logit_bias entries of one request.
+    #[prost(uint32, tag = "9")]
+    pub max_logit_bias: u32,
+    /// The largest message that the server receives, in bytes.
+    #[prost(uint32, tag = "10")]
+    pub max_message_bytes: u32,
+    /// How many requests may wait; more are refused with RESOURCE_EXHAUSTED.
+    #[prost(uint32, tag = "11")]
+    pub max_queue_size: u32,
+    /// How many requests run at the same time; more wait.
+    #[prost(uint32, tag = "12")]
+    pub max_running_requests: u32,
+    /// The longest lease of a session.
+    #[prost(message, optional, tag = "13")]
+    pub max_lease: ::core::option::Option<::prost_types::Duration>,
+    /// How long the results of an ended request are kept for GetResult and attach.
+    #[prost(message, optional, tag = "14")]
+    pub result_retention: ::core::option::Option<::prost_types::Duration>,
+    /// How many tokens of a request may be unread (fewer if they have many details) before it is held.
+    #[prost(uint32, tag = "15")]
+    pub max_unread_tokens: u32,
+    /// How long a held request waits to be read before it ends with RESULTS_NOT_READ. Absent: it is ended at once.
+    #[prost(message, optional, tag = "16")]
+    pub max_hold: ::core::option::Option<::prost_types::Duration>,
+}
+/// The request of ListAdapters.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ListAdaptersRequest {
+    /// The most adapters in one answer. 0: 100. Values above 1,000 are taken as 1,000.
+    #[prost(uint32, tag = "1")]
+    pub page_size: u32,
+    /// Where to continue: the next_page_token of the previous answer. Empty: at the beginning.
+    #[prost(string, tag = "2")]
+    pub page_token: ::prost::alloc::string::String,
+    /// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+    /// and its name. At most 64.
+    #[prost(string, repeated, tag = "15")]
+    pub required_capabilities: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+}
+/// The answer of ListAdapters.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ListAdaptersResponse {
+    /// Adapters, by name. A name may have several contents, of which one is loaded.
+    #[prost(message, repeated, tag = "1")]
+    pub adapters: ::prost::alloc::vec::Vec<Adapter>,
+    /// The page_token for the next page. Empty: there are no more.
+    #[prost(string, tag = "2")]
+    pub next_page_token: ::prost::alloc::string::String,
+    /// The number of adapters that the caller may use now, on all pages together.
+    #[prost(uint64, tag = "3")]
+    pub total_size: u64,
+}
+/// An adapter (such as a LoRA): what a request may have applied to the model.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Adapter {
+    /// What requests call it.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// A digest of its content, in hexadecimal: equal for equal content, whatever its name. Empty while it is
+    /// being loaded.
+    #[prost(string, tag = "2")]
+    pub digest: ::prost::alloc::string::String,
+    /// Its highest rank.
+    #[prost(uint32, tag = "3")]
+    pub rank: u32,
+    /// The size of its tensors in memory, in bytes.
+    #[prost(uint64, tag = "4")]
+    pub size_bytes: u64,
+    /// How many linear layers it changes.
+    #[prost(uint32, tag = "5")]
+    pub modules: u32,
+    /// Its state.
+    #[prost(enumeration = "AdapterState", tag = "6")]
+    pub state: i32,
+    /// Whether it stays when others need the memory.
+    #[prost(bool, tag = "7")]
+    pub pinned: bool,
+    /// How many live requests have it, up to a moment ago.
+    #[prost(uint64, tag = "8")]
+    pub live_requests: u64,
+    /// The name of its base model, as its own config has it. May be empty.
+    #[prost(string, tag = "9")]
+    pub base_model: ::prost::alloc::string::String,
+}
+/// The request of Tokenize.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct TokenizeRequest {
+    /// Whether to return each token's text and bytes too.
+    #[prost(bool, tag = "3")]
+    pub token_details: bool,
+    /// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+    /// and its name. At most 64.
+    #[prost(string, repeated, tag = "15")]
+    pub required_capabilities: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// What to tokenize. Required.
+    #[prost(oneof = "tokenize_request::Input", tags = "1, 2")]
+    pub input: ::core::option::Option<tokenize_request::Input>,
+}
+/// Nested message and enum types in `TokenizeRequest`.
+pub mod tokenize_request {
+    /// What to tokenize. Required.
+    #[derive(Clone, PartialEq, ::prost::Oneof)]
+    pub enum Input {
+        /// Plain text.
+        #[prost(message, tag = "1")]
+        Text(super::TextInput),
+        /// A conversation.
+        #[prost(message, tag = "2")]
+        Chat(super::ChatInput),
+    }
+}
+/// The tokens.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct TokenizeResponse {
+    /// Their ids.
+    #[prost(uint32, repeated, tag = "1")]
+    pub token_ids: ::prost::alloc::vec::Vec<u32>,
+    /// The tokens with their text and bytes, if requested.
+    #[prost(message, repeated, tag = "2")]
+    pub tokens: ::prost::alloc::vec::Vec<TokenInfo>,
+}
+/// The request of Detokenize.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct DetokenizeRequest {
+    /// The ids; each below ModelCard.vocab_size.
+    #[prost(uint32, repeated, tag = "1")]
+    pub token_ids: ::prost::alloc::vec::Vec<u32>,
+    /// Whether special tokens are left out. Default: true.
+    #[prost(bool, optional, tag = "2")]
+    pub skip_special_tokens: ::core::option::Option<bool>,
+    /// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+    /// and its name. At most 64.
+    #[prost(string, repeated, tag = "15")]
+    pub required_capabilities: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+}
+/// The text.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct DetokenizeResponse {
+    /// The text of the ids; a part of a character shows as U+FFFD.
+    #[prost(string, tag = "1")]
+    pub text: ::prost::alloc::string::String,
+}
+/// The state of an adapter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum AdapterState {
+    /// Not said; never sent.
+    Unspecified = 0,
+    /// It is being read and checked; requests cannot name it yet.
+    Loading = 1,
+    /// Requests may name it.
+    Loaded = 2,
+    /// It was unloaded or replaced: requests can no longer get it, and it goes with the last one that has it.
+    Unloading = 3,
+}
+impl AdapterState {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "ADAPTER_STATE_UNSPECIFIED",
+            Self::Loading => "ADAPTER_STATE_LOADING",
+            Self::Loaded => "ADAPTER_STATE_LOADED",
+            Self::Unloading => "ADAPTER_STATE_UNLOADING",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "ADAPTER_STATE_UNSPECIFIED" => Some(Self::Unspecified),
+            "ADAPTER_STATE_LOADING" => Some(Self::Loading),
+            "ADAPTER_STATE_LOADED" => Some(Self::Loaded),
+            "ADAPTER_STATE_UNLOADING" => Some(Self::Unloading),
+            _ => None,
+        }
+    }
+}
+/// Generated client implementations.
+pub mod model_service_client {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    use tonic::codegen::http::Uri;
+    /// Describes the model and runs its tokenizer. Tokenize and Detokenize are UNIMPLEMENTED if the server has none. While the model loads, all RPCs answer UNAVAILABLE.
+    #[derive(Debug, Clone)]
+    pub struct ModelServiceClient<T> {
+        inner: tonic::client::Grpc<T>,
+    }
+    impl<T> ModelServiceClient<T>
+    where
+        T: tonic::client::GrpcService<tonic::body::Body>,
+        T::Error: Into<StdError>,
+        T::ResponseBody: Body<Data = Bytes> + std::marker::Send + 'static,
+        <T::ResponseBody as Body>::Error: Into<StdError> + std::marker::Send,
+    {
+        pub fn new(inner: T) -> Self {
+            let inner = tonic::client::Grpc::new(inner);
+            Self { inner }
+        }
+        pub fn with_origin(inner: T, origin: Uri) -> Self {
+            let inner = tonic::client::Grpc::with_origin(inner, origin);
+            Self { inner }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> ModelServiceClient<InterceptedService<T, F>>
+        where
+            F: tonic::service::Interceptor,
+            T::ResponseBody: Default,
+            T: tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+                Response = http::Response<
+                    <T as tonic::client::GrpcService<tonic::body::Body>>::ResponseBody,
+                >,
+            >,
+            <T as tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+            >>::Error: Into<StdError> + std::marker::Send + std::marker::Sync,
+        {
+            ModelServiceClient::new(InterceptedService::new(inner, interceptor))
+        }
+        /// Compress requests with the given encoding.
+        ///
+        /// This requires the server to support it otherwise it might respond with an
+        /// error.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.send_compressed(encoding);
+            self
+        }
+        /// Enable decompressing responses.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.accept_compressed(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_decoding_message_size(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_encoding_message_size(limit);
+            self
+        }
+        /// Describes the model and the server's limits, so that clients need not find them by trial and error.
+        pub async fn get_model(
+            &mut self,
+            request: impl tonic::IntoRequest<super::GetModelRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::GetModelResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/headrace.v1.ModelService/GetModel",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("headrace.v1.ModelService", "GetModel"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Lists the adapters that the caller may use, by name, in pages. Adapters that come or go between two pages do not make
+        /// others repeat or disappear. Empty if the server has none. Also UNAVAILABLE while the engine is started again.
+        pub async fn list_adapters(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ListAdaptersRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListAdaptersResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/headrace.v1.ModelService/ListAdapters",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("headrace.v1.ModelService", "ListAdapters"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Turns text or a conversation into token ids, exactly as a request with that input would.
+        pub async fn tokenize(
+            &mut self,
+            request: impl tonic::IntoRequest<super::TokenizeRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::TokenizeResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/headrace.v1.ModelService/Tokenize",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("headrace.v1.ModelService", "Tokenize"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Turns token ids into text.
+        pub async fn detokenize(
+            &mut self,
+            request: impl tonic::IntoRequest<super::DetokenizeRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::DetokenizeResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/headrace.v1.ModelService/Detokenize",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("headrace.v1.ModelService", "Detokenize"));
+            self.inner.unary(req, path, codec).await
+        }
+    }
+}
 /// The request of GetStatistics.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct GetStatisticsRequest {
@@ -2057,6 +2590,9 @@ pub struct LiveRequest {
     /// Its labels, as the caller gave them.
     #[prost(message, repeated, tag = "11")]
     pub labels: ::prost::alloc::vec::Vec<Label>,
+    /// The name of its adapter. Empty: it has none.
+    #[prost(string, tag = "12")]
+    pub adapter: ::prost::alloc::string::String,
 }
 /// The full name of a request.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -2174,6 +2710,58 @@ pub struct ResetPrefixCacheRequest {
 /// The answer of ResetPrefixCache: the prefixes are dropped.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ResetPrefixCacheResponse {}
+/// The request of LoadAdapter.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct LoadAdapterRequest {
+    /// What requests will call it: 1 to 128 letters, digits and ._:/@+-, of which the first is a letter or a digit. Not a
+    /// name of the served model. Required.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// The name of its directory below the server's --adapter-root, such as "team/v3". At most 1,024 characters. Required.
+    #[prost(string, tag = "2")]
+    pub source: ::prost::alloc::string::String,
+    /// Whether it stays when others need the memory.
+    #[prost(bool, tag = "3")]
+    pub pinned: bool,
+    /// Whether it may take the place of a loaded adapter with this name.
+    #[prost(bool, tag = "4")]
+    pub replace: bool,
+    /// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+    /// and its name. At most 64.
+    #[prost(string, repeated, tag = "15")]
+    pub required_capabilities: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+}
+/// The answer of LoadAdapter: requests may name the adapter.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct LoadAdapterResponse {
+    /// The adapter.
+    #[prost(message, optional, tag = "1")]
+    pub adapter: ::core::option::Option<Adapter>,
+    /// The names of adapters that were unloaded because it needed the memory.
+    #[prost(string, repeated, tag = "2")]
+    pub evicted: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+}
+/// The request of UnloadAdapter.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct UnloadAdapterRequest {
+    /// The adapter's name. Required.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// How long requests that have it may go on, up to a day. Zero: they are cancelled at once. Absent: to their end.
+    #[prost(message, optional, tag = "2")]
+    pub timeout: ::core::option::Option<::prost_types::Duration>,
+    /// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+    /// and its name. At most 64.
+    #[prost(string, repeated, tag = "15")]
+    pub required_capabilities: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+}
+/// The answer of UnloadAdapter: new requests cannot name it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct UnloadAdapterResponse {
+    /// How many live requests have it.
+    #[prost(uint64, tag = "1")]
+    pub live_requests: u64,
+}
 /// The request of SetLogLevel.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct SetLogLevelRequest {
@@ -2622,6 +3210,68 @@ pub mod control_service_client {
                 );
             self.inner.unary(req, path, codec).await
         }
+        /// Loads an adapter from a directory below the server's --adapter-root. Answers when requests may name it; no request waits
+        /// for that. With `replace`, requests that were accepted before go on with the content that they began with, and later
+        /// ones get the new content. If memory is short, unpinned adapters without requests are unloaded, the least recently
+        /// used first. ModelService.ListAdapters lists what is loaded.
+        ///
+        /// ALREADY_EXISTS if the name is taken, FAILED_PRECONDITION with the reason if the adapter cannot be served or the server
+        /// has no --adapter-root, RESOURCE_EXHAUSTED if there is no room (ErrorInfo: missing_bytes), UNAVAILABLE while the model
+        /// loads, the engine is started again, or the server drains.
+        ///
+        /// What is loaded when the engine dies is loaded again before requests are accepted.
+        pub async fn load_adapter(
+            &mut self,
+            request: impl tonic::IntoRequest<super::LoadAdapterRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::LoadAdapterResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/headrace.v1.ControlService/LoadAdapter",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("headrace.v1.ControlService", "LoadAdapter"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Unloads an adapter: new requests that name it are refused at once. Requests that have it go on; those that still do
+        /// after the timeout end with CANCELLED. Answers at once; the adapter's memory is freed with its last request. A load in
+        /// progress under this name is given up. NOT_FOUND if there is no such adapter. UNAVAILABLE while the model loads or the
+        /// engine is started again.
+        pub async fn unload_adapter(
+            &mut self,
+            request: impl tonic::IntoRequest<super::UnloadAdapterRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::UnloadAdapterResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/headrace.v1.ControlService/UnloadAdapter",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("headrace.v1.ControlService", "UnloadAdapter"));
+            self.inner.unary(req, path, codec).await
+        }
         /// Sets the log level of the server's processes, until they end or it is set again.
         pub async fn set_log_level(
             &mut self,
@@ -2645,413 +3295,6 @@ pub mod control_service_client {
             let mut req = request.into_request();
             req.extensions_mut()
                 .insert(GrpcMethod::new("headrace.v1.ControlService", "SetLogLevel"));
-            self.inner.unary(req, path, codec).await
-        }
-    }
-}
-/// The request of GetModel.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct GetModelRequest {
-    /// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
-    /// and its name. At most 64.
-    #[prost(string, repeated, tag = "15")]
-    pub required_capabilities: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
-}
-/// The description of the model.
-#[derive(Clone, PartialEq, ::prost::Message)]
-pub struct GetModelResponse {
-    /// The model and the server.
-    #[prost(message, optional, tag = "1")]
-    pub model: ::core::option::Option<ModelCard>,
-}
-/// The model and the server.
-#[derive(Clone, PartialEq, ::prost::Message)]
-pub struct ModelCard {
-    /// The model's name: given by the operator, or the last part of its path.
-    #[prost(string, tag = "1")]
-    pub name: ::prost::alloc::string::String,
-    /// The architecture, such as "LlamaForCausalLM".
-    #[prost(string, tag = "2")]
-    pub architecture: ::prost::alloc::string::String,
-    /// How many parameters it has.
-    #[prost(uint64, tag = "3")]
-    pub parameters: u64,
-    /// The type of its weights, such as "bfloat16".
-    #[prost(string, tag = "4")]
-    pub dtype: ::prost::alloc::string::String,
-    /// Where it runs, such as "cpu" or "cuda:0".
-    #[prost(string, tag = "5")]
-    pub device: ::prost::alloc::string::String,
-    /// How many token ids there are; ids are below this.
-    #[prost(uint32, tag = "6")]
-    pub vocab_size: u32,
-    /// The model's end-of-sequence ids.
-    #[prost(uint32, repeated, tag = "7")]
-    pub eos_token_ids: ::prost::alloc::vec::Vec<u32>,
-    /// The values of absent sampling fields.
-    #[prost(message, optional, tag = "8")]
-    pub default_sampling: ::core::option::Option<SamplingOptions>,
-    /// The server's limits.
-    #[prost(message, optional, tag = "9")]
-    pub limits: ::core::option::Option<Limits>,
-    /// What the server can do with this model. Other things are refused.
-    #[prost(message, optional, tag = "10")]
-    pub capabilities: ::core::option::Option<Capabilities>,
-    /// The server process.
-    #[prost(string, tag = "11")]
-    pub instance_id: ::prost::alloc::string::String,
-    /// The version of the server.
-    #[prost(string, tag = "12")]
-    pub server_version: ::prost::alloc::string::String,
-    /// The revision of the contract that the server was built with: a number that grows with every change to it.
-    #[prost(uint32, tag = "13")]
-    pub schema_revision: u32,
-    /// The oldest revision of the contract whose clients this server still serves as they expect.
-    #[prost(uint32, tag = "14")]
-    pub minimum_client_revision: u32,
-    /// The type in which the weights of linear layers are stored if it is not dtype, such as "int8". Empty: dtype.
-    #[prost(string, tag = "15")]
-    pub quantization: ::prost::alloc::string::String,
-    /// Other names by which requests may call the model.
-    #[prost(string, repeated, tag = "16")]
-    pub aliases: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
-}
-/// What a server can do with its model.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct Capabilities {
-    /// The names of all capabilities that a request may require (`required_capabilities`).
-    #[prost(string, repeated, tag = "1")]
-    pub names: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
-    /// What prompts may be.
-    #[prost(message, optional, tag = "2")]
-    pub input: ::core::option::Option<InputCapabilities>,
-    /// What may be asked of the output.
-    #[prost(message, optional, tag = "3")]
-    pub output: ::core::option::Option<OutputCapabilities>,
-    /// What may be asked of the scheduler and the caches.
-    #[prost(message, optional, tag = "4")]
-    pub scheduling: ::core::option::Option<SchedulingCapabilities>,
-}
-/// What prompts may be.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct InputCapabilities {
-    /// Text: the server has the model's tokenizer. If not, prompts are token ids, and so is the output.
-    #[prost(bool, tag = "1")]
-    pub text: bool,
-    /// Token ids.
-    #[prost(bool, tag = "2")]
-    pub token_ids: bool,
-    /// Conversations: the tokenizer has a chat template.
-    #[prost(bool, tag = "3")]
-    pub chat: bool,
-    /// Tools in conversations.
-    #[prost(bool, tag = "4")]
-    pub tools: bool,
-    /// Kinds of parts that a message's content may have, by their names in ContentPart.
-    #[prost(string, repeated, tag = "5")]
-    pub content_parts: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
-    /// The name of the file whose chat template the server was given in place of the model's own. Empty: it is the model's.
-    #[prost(string, tag = "6")]
-    pub chat_template: ::prost::alloc::string::String,
-}
-/// What may be asked of the output.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct OutputCapabilities {
-    /// Log-probabilities of the output's tokens.
-    #[prost(bool, tag = "1")]
-    pub logprobs: bool,
-    /// Log-probabilities of the prompt's tokens.
-    #[prost(bool, tag = "2")]
-    pub prompt_logprobs: bool,
-    /// Forms that the output may be held to, by their names in StructuredOutput.
-    #[prost(string, repeated, tag = "3")]
-    pub structured_output: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
-    /// The parser that takes reasoning and tool calls out of replies to conversations: the name of the format that the
-    /// model writes, such as "hermes". Empty: replies are text.
-    #[prost(string, tag = "4")]
-    pub reply_parser: ::prost::alloc::string::String,
-    /// What shows that the model writes it, in words: which calls of the chat template's own it reads back, or that the
-    /// operator chose it. Empty: replies are text.
-    #[prost(string, tag = "5")]
-    pub reply_parser_proof: ::prost::alloc::string::String,
-}
-/// What may be asked of the scheduler and the caches.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct SchedulingCapabilities {
-    /// Whether priorities are heeded.
-    #[prost(bool, tag = "1")]
-    pub priorities: bool,
-    /// Whether prefixes are cached.
-    #[prost(bool, tag = "2")]
-    pub prefix_cache: bool,
-    /// Whether tokens are guessed, so that several of a request may come from one step. On a CPU it changes no token.
-    #[prost(bool, tag = "3")]
-    pub speculation: bool,
-}
-/// The server's limits. A request beyond one of them is refused with the limit's name and value.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct Limits {
-    /// Prompt and output together, in tokens: the smaller of the model's context and the cache's size.
-    #[prost(uint32, tag = "1")]
-    pub max_context_tokens: u32,
-    /// The longest prompt, in tokens.
-    #[prost(uint32, tag = "2")]
-    pub max_prompt_tokens: u32,
-    /// max_tokens of requests that do not set it.
-    #[prost(uint32, tag = "3")]
-    pub default_max_tokens: u32,
-    /// The most choices of one request.
-    #[prost(uint32, tag = "4")]
-    pub max_choices: u32,
-    /// The most candidates with one token.
-    #[prost(uint32, tag = "5")]
-    pub max_logprobs: u32,
-    /// The most stop strings of one request.
-    #[prost(uint32, tag = "6")]
-    pub max_stop_strings: u32,
-    /// The longest stop string, in bytes of UTF-8.
-    #[prost(uint32, tag = "7")]
-    pub max_stop_string_bytes: u32,
-    /// The most stop ids (and, separately, end-of-sequence ids) of one request.
-    #[prost(uint32, tag = "8")]
-    pub max_stop_token_ids: u32,
-    /// The most logit_bias entries of one request.
-    #[prost(uint32, tag = "9")]
-    pub max_logit_bias: u32,
-    /// The largest message that the server receives, in bytes.
-    #[prost(uint32, tag = "10")]
-    pub max_message_bytes: u32,
-    /// How many requests may wait; more are refused with RESOURCE_EXHAUSTED.
-    #[prost(uint32, tag = "11")]
-    pub max_queue_size: u32,
-    /// How many requests run at the same time; more wait.
-    #[prost(uint32, tag = "12")]
-    pub max_running_requests: u32,
-    /// The longest lease of a session.
-    #[prost(message, optional, tag = "13")]
-    pub max_lease: ::core::option::Option<::prost_types::Duration>,
-    /// How long the results of an ended request are kept for GetResult and attach.
-    #[prost(message, optional, tag = "14")]
-    pub result_retention: ::core::option::Option<::prost_types::Duration>,
-    /// How many tokens of a request may be unread (fewer if they have many details) before it is held.
-    #[prost(uint32, tag = "15")]
-    pub max_unread_tokens: u32,
-    /// How long a held request waits to be read before it ends with RESULTS_NOT_READ. Absent: it is ended at once.
-    #[prost(message, optional, tag = "16")]
-    pub max_hold: ::core::option::Option<::prost_types::Duration>,
-}
-/// The request of Tokenize.
-#[derive(Clone, PartialEq, ::prost::Message)]
-pub struct TokenizeRequest {
-    /// Whether to return each token's text and bytes too.
-    #[prost(bool, tag = "3")]
-    pub token_details: bool,
-    /// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
-    /// and its name. At most 64.
-    #[prost(string, repeated, tag = "15")]
-    pub required_capabilities: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
-    /// What to tokenize. Required.
-    #[prost(oneof = "tokenize_request::Input", tags = "1, 2")]
-    pub input: ::core::option::Option<tokenize_request::Input>,
-}
-/// Nested message and enum types in `TokenizeRequest`.
-pub mod tokenize_request {
-    /// What to tokenize. Required.
-    #[derive(Clone, PartialEq, ::prost::Oneof)]
-    pub enum Input {
-        /// Plain text.
-        #[prost(message, tag = "1")]
-        Text(super::TextInput),
-        /// A conversation.
-        #[prost(message, tag = "2")]
-        Chat(super::ChatInput),
-    }
-}
-/// The tokens.
-#[derive(Clone, PartialEq, ::prost::Message)]
-pub struct TokenizeResponse {
-    /// Their ids.
-    #[prost(uint32, repeated, tag = "1")]
-    pub token_ids: ::prost::alloc::vec::Vec<u32>,
-    /// The tokens with their text and bytes, if requested.
-    #[prost(message, repeated, tag = "2")]
-    pub tokens: ::prost::alloc::vec::Vec<TokenInfo>,
-}
-/// The request of Detokenize.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct DetokenizeRequest {
-    /// The ids; each below ModelCard.vocab_size.
-    #[prost(uint32, repeated, tag = "1")]
-    pub token_ids: ::prost::alloc::vec::Vec<u32>,
-    /// Whether special tokens are left out. Default: true.
-    #[prost(bool, optional, tag = "2")]
-    pub skip_special_tokens: ::core::option::Option<bool>,
-    /// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
-    /// and its name. At most 64.
-    #[prost(string, repeated, tag = "15")]
-    pub required_capabilities: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
-}
-/// The text.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct DetokenizeResponse {
-    /// The text of the ids; a part of a character shows as U+FFFD.
-    #[prost(string, tag = "1")]
-    pub text: ::prost::alloc::string::String,
-}
-/// Generated client implementations.
-pub mod model_service_client {
-    #![allow(
-        unused_variables,
-        dead_code,
-        missing_docs,
-        clippy::wildcard_imports,
-        clippy::let_unit_value,
-    )]
-    use tonic::codegen::*;
-    use tonic::codegen::http::Uri;
-    /// Describes the model and runs its tokenizer. Tokenize and Detokenize are UNIMPLEMENTED if the server has none. While the model loads, all RPCs answer UNAVAILABLE.
-    #[derive(Debug, Clone)]
-    pub struct ModelServiceClient<T> {
-        inner: tonic::client::Grpc<T>,
-    }
-    impl<T> ModelServiceClient<T>
-    where
-        T: tonic::client::GrpcService<tonic::body::Body>,
-        T::Error: Into<StdError>,
-        T::ResponseBody: Body<Data = Bytes> + std::marker::Send + 'static,
-        <T::ResponseBody as Body>::Error: Into<StdError> + std::marker::Send,
-    {
-        pub fn new(inner: T) -> Self {
-            let inner = tonic::client::Grpc::new(inner);
-            Self { inner }
-        }
-        pub fn with_origin(inner: T, origin: Uri) -> Self {
-            let inner = tonic::client::Grpc::with_origin(inner, origin);
-            Self { inner }
-        }
-        pub fn with_interceptor<F>(
-            inner: T,
-            interceptor: F,
-        ) -> ModelServiceClient<InterceptedService<T, F>>
-        where
-            F: tonic::service::Interceptor,
-            T::ResponseBody: Default,
-            T: tonic::codegen::Service<
-                http::Request<tonic::body::Body>,
-                Response = http::Response<
-                    <T as tonic::client::GrpcService<tonic::body::Body>>::ResponseBody,
-                >,
-            >,
-            <T as tonic::codegen::Service<
-                http::Request<tonic::body::Body>,
-            >>::Error: Into<StdError> + std::marker::Send + std::marker::Sync,
-        {
-            ModelServiceClient::new(InterceptedService::new(inner, interceptor))
-        }
-        /// Compress requests with the given encoding.
-        ///
-        /// This requires the server to support it otherwise it might respond with an
-        /// error.
-        #[must_use]
-        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
-            self.inner = self.inner.send_compressed(encoding);
-            self
-        }
-        /// Enable decompressing responses.
-        #[must_use]
-        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
-            self.inner = self.inner.accept_compressed(encoding);
-            self
-        }
-        /// Limits the maximum size of a decoded message.
-        ///
-        /// Default: `4MB`
-        #[must_use]
-        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
-            self.inner = self.inner.max_decoding_message_size(limit);
-            self
-        }
-        /// Limits the maximum size of an encoded message.
-        ///
-        /// Default: `usize::MAX`
-        #[must_use]
-        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
-            self.inner = self.inner.max_encoding_message_size(limit);
-            self
-        }
-        /// Describes the model and the server's limits, so that clients need not find them by trial and error.
-        pub async fn get_model(
-            &mut self,
-            request: impl tonic::IntoRequest<super::GetModelRequest>,
-        ) -> std::result::Result<
-            tonic::Response<super::GetModelResponse>,
-            tonic::Status,
-        > {
-            self.inner
-                .ready()
-                .await
-                .map_err(|e| {
-                    tonic::Status::unknown(
-                        format!("Service was not ready: {}", e.into()),
-                    )
-                })?;
-            let codec = tonic_prost::ProstCodec::default();
-            let path = http::uri::PathAndQuery::from_static(
-                "/headrace.v1.ModelService/GetModel",
-            );
-            let mut req = request.into_request();
-            req.extensions_mut()
-                .insert(GrpcMethod::new("headrace.v1.ModelService", "GetModel"));
-            self.inner.unary(req, path, codec).await
-        }
-        /// Turns text or a conversation into token ids, exactly as a request with that input would.
-        pub async fn tokenize(
-            &mut self,
-            request: impl tonic::IntoRequest<super::TokenizeRequest>,
-        ) -> std::result::Result<
-            tonic::Response<super::TokenizeResponse>,
-            tonic::Status,
-        > {
-            self.inner
-                .ready()
-                .await
-                .map_err(|e| {
-                    tonic::Status::unknown(
-                        format!("Service was not ready: {}", e.into()),
-                    )
-                })?;
-            let codec = tonic_prost::ProstCodec::default();
-            let path = http::uri::PathAndQuery::from_static(
-                "/headrace.v1.ModelService/Tokenize",
-            );
-            let mut req = request.into_request();
-            req.extensions_mut()
-                .insert(GrpcMethod::new("headrace.v1.ModelService", "Tokenize"));
-            self.inner.unary(req, path, codec).await
-        }
-        /// Turns token ids into text.
-        pub async fn detokenize(
-            &mut self,
-            request: impl tonic::IntoRequest<super::DetokenizeRequest>,
-        ) -> std::result::Result<
-            tonic::Response<super::DetokenizeResponse>,
-            tonic::Status,
-        > {
-            self.inner
-                .ready()
-                .await
-                .map_err(|e| {
-                    tonic::Status::unknown(
-                        format!("Service was not ready: {}", e.into()),
-                    )
-                })?;
-            let codec = tonic_prost::ProstCodec::default();
-            let path = http::uri::PathAndQuery::from_static(
-                "/headrace.v1.ModelService/Detokenize",
-            );
-            let mut req = request.into_request();
-            req.extensions_mut()
-                .insert(GrpcMethod::new("headrace.v1.ModelService", "Detokenize"));
             self.inner.unary(req, path, codec).await
         }
     }

@@ -69,6 +69,8 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     "CreditCommand": {"request_id": "none", "tokens": 1},
     "CancelRequest": {"request_ids": ["none"]},
     "SetLogLevelRequest": {"level": 2},
+    "LoadAdapterRequest": {"name": "none", "source": "none"},
+    "UnloadAdapterRequest": {"name": "none"},
     "WatchStatisticsRequest": {"interval": {"seconds": 1}},
 }
 """What a message needs so that a single field of it is looked at."""
@@ -116,6 +118,8 @@ def is_long(value: str) -> bool:
 _NOBODY = ("NOT_FOUND REQUEST_NOT_FOUND",)
 _ELSEWHERE = ("NOT_FOUND WRONG_INSTANCE",)
 _NO_CREDIT = ("FAILED_PRECONDITION FAILED_PRECONDITION",)
+_NO_ADAPTER = ("NOT_FOUND ADAPTER_NOT_LOADED",)
+_NO_ROOT = ("FAILED_PRECONDITION ADAPTER_REFUSED",)
 _UNKNOWN_ENUM = Outside(0, 90)
 ANSWERS: Mapping[str, Refuses | tuple[str, ...]] = {
     "SamplingOptions.temperature": Outside(0, 100),
@@ -145,6 +149,9 @@ ANSWERS: Mapping[str, Refuses | tuple[str, ...]] = {
     "DrainRequest.reason": is_long,
     "PauseRequest.reason": is_long,
     "SetLogLevelRequest.level": Outside(1, 4),
+    **{f"LoadAdapterRequest.{one}": _NO_ROOT for one in ("name", "source", "pinned", "replace")},
+    "UnloadAdapterRequest.name": _NO_ADAPTER,
+    "UnloadAdapterRequest.timeout": _NO_ADAPTER,
     "AttachCommand.from_seq": _NOBODY,
     "AttachCommand.instance_id": (*_NOBODY, *_ELSEWHERE),
     "CancelCommand.instance_id": (OK, *_ELSEWHERE),

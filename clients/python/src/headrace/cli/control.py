@@ -12,12 +12,16 @@ from headrace.cli import common
 from headrace.control import LogLevel
 from headrace.results import CancelStatus
 from headrace.v1 import control_service_pb2 as pb
+from headrace.v1 import model_service_pb2
 
 app = typer.Typer(
     help="Look at a server and steer it: its operators' commands.", no_args_is_help=True
 )
 
 _MAX_SECONDS = 315_576_000_000  # what a protobuf Duration holds: ten thousand years
+
+adapters = typer.Typer(help="Load, unload and list adapters.", no_args_is_help=True)
+app.add_typer(adapters, name="adapters")
 
 Reason = Annotated[str, typer.Option(help="Why; other operators see it.")]
 Identity = Annotated[str, typer.Option(help="Whose requests.")]
@@ -135,3 +139,67 @@ def log_level(
     """Set the server's log level."""
     with common.of(context).open() as client:
         typer.echo(f"{level}; it was {client.control.set_log_level(level)}")
+
+
+AdapterName = Annotated[str, typer.Argument(help="What requests call it.")]
+
+
+@adapters.command()
+@common.tells_errors
+def load(
+    context: typer.Context,
+    name: AdapterName,
+    source: Annotated[
+        str, typer.Argument(help="The name of its directory below the server's --adapter-root.")
+    ],
+    pinned: Annotated[
+        bool, typer.Option("--pinned", help="It stays when others need the memory.")
+    ] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="It may take the place of one with this name.")
+    ] = False,
+) -> None:
+    """Load an adapter, while requests go on."""
+    common.check_text(name, "the name")
+    common.check_text(source, "the source")
+    with common.of(context).open() as client:
+        answer = client.control.load_adapter(name, source, pinned=pinned, replace=replace)
+    typer.echo(_adapter_line(answer.adapter))
+    for gone in answer.evicted:
+        typer.echo(f"{gone} was unloaded, because memory was short")
+
+
+@adapters.command()
+@common.tells_errors
+def unload(
+    context: typer.Context,
+    name: AdapterName,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds that requests that have it may go on.")
+    ] = None,
+) -> None:
+    """Unload an adapter: new requests are refused, live ones finish."""
+    common.check_text(name, "the name")
+    if timeout is not None:
+        common.check_seconds(timeout, "--timeout", 0, _MAX_SECONDS)
+    with common.of(context).open() as client:
+        live = client.control.unload_adapter(name, timeout)
+    typer.echo(f"unloaded: {live} live requests have it")
+
+
+@adapters.command(name="list")
+@common.tells_errors
+def list_adapters(context: typer.Context) -> None:
+    """List the adapters, one a line."""
+    with common.of(context).open() as client:
+        for one in client.adapters():
+            typer.echo(_adapter_line(one))
+
+
+def _adapter_line(one: model_service_pb2.Adapter) -> str:
+    state = model_service_pb2.AdapterState.Name(one.state).removeprefix("ADAPTER_STATE_").lower()
+    return (
+        f"{one.name} {state}{' pinned' if one.pinned else ''} digest={one.digest[:16]} "
+        f"rank={one.rank} modules={one.modules} bytes={one.size_bytes} "
+        f"requests={one.live_requests} base={json.dumps(one.base_model)}"
+    )

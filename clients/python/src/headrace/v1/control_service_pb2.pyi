@@ -16,6 +16,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from headrace.v1 import generation_pb2 as _generation_pb2
 from headrace.v1 import generation_service_pb2 as _generation_service_pb2
+from headrace.v1 import model_service_pb2 as _model_service_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -853,6 +854,7 @@ class LiveRequest(_message.Message):
     TIME_LIMIT_FIELD_NUMBER: _builtins.int
     STREAMING_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """Whose it is."""
     request_id: _builtins.str
@@ -869,6 +871,8 @@ class LiveRequest(_message.Message):
     """Its priority."""
     streaming: _builtins.bool
     """Whether its results go to a stream now. If not, it came by AddRequest, or its stream was lost and it has a lease."""
+    adapter: _builtins.str
+    """The name of its adapter. Empty: it has none."""
     @_builtins.property
     def age_duration(self) -> _duration_pb2.Duration:
         """The time since the engine accepted it; before that, the time since it was sent to the engine."""
@@ -895,10 +899,11 @@ class LiveRequest(_message.Message):
         time_limit: _duration_pb2.Duration | None = ...,
         streaming: _builtins.bool = ...,
         labels: _abc.Iterable[_generation_pb2.Label] | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age_duration", b"age_duration", "time_limit", b"time_limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_duration", b"age_duration", "identity", b"identity", "labels", b"labels", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "streaming", b"streaming", "time_limit", b"time_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "age_duration", b"age_duration", "identity", b"identity", "labels", b"labels", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "streaming", b"streaming", "time_limit", b"time_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1234,6 +1239,138 @@ class ResetPrefixCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    """The request of LoadAdapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What requests will call it: 1 to 128 letters, digits and ._:/@+-, of which the first is a letter or a digit. Not a
+    name of the served model. Required.
+    """
+    source: _builtins.str
+    """The name of its directory below the server's --adapter-root, such as "team/v3". At most 1,024 characters. Required."""
+    pinned: _builtins.bool
+    """Whether it stays when others need the memory."""
+    replace: _builtins.bool
+    """Whether it may take the place of a loaded adapter with this name."""
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        source: _builtins.str = ...,
+        pinned: _builtins.bool = ...,
+        replace: _builtins.bool = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "pinned", b"pinned", "replace", b"replace", "required_capabilities", b"required_capabilities", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    """The answer of LoadAdapter: requests may name the adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> _model_service_pb2.Adapter:
+        """The adapter."""
+
+    @_builtins.property
+    def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of adapters that were unloaded because it needed the memory."""
+
+    def __init__(
+        self,
+        *,
+        adapter: _model_service_pb2.Adapter | None = ...,
+        evicted: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "evicted", b"evicted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    """The request of UnloadAdapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The adapter's name. Required."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long requests that have it may go on, up to a day. Zero: they are cancelled at once. Absent: to their end."""
+
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "required_capabilities", b"required_capabilities", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterResponse(_message.Message):
+    """The answer of UnloadAdapter: new requests cannot name it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    live_requests: _builtins.int
+    """How many live requests have it."""
+    def __init__(
+        self,
+        *,
+        live_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["live_requests", b"live_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
 
 @_typing.final
 class SetLogLevelRequest(_message.Message):

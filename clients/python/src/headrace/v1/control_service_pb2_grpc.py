@@ -82,6 +82,16 @@ class ControlServiceStub(object):
                 request_serializer=headrace_dot_v1_dot_control__service__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_control__service__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/headrace.v1.ControlService/LoadAdapter',
+                request_serializer=headrace_dot_v1_dot_control__service__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_control__service__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/headrace.v1.ControlService/UnloadAdapter',
+                request_serializer=headrace_dot_v1_dot_control__service__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_control__service__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.SetLogLevel = channel.unary_unary(
                 '/headrace.v1.ControlService/SetLogLevel',
                 request_serializer=headrace_dot_v1_dot_control__service__pb2.SetLogLevelRequest.SerializeToString,
@@ -172,6 +182,32 @@ class ControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads an adapter from a directory below the server's --adapter-root. Answers when requests may name it; no request waits
+        for that. With `replace`, requests that were accepted before go on with the content that they began with, and later
+        ones get the new content. If memory is short, unpinned adapters without requests are unloaded, the least recently
+        used first. ModelService.ListAdapters lists what is loaded.
+
+        ALREADY_EXISTS if the name is taken, FAILED_PRECONDITION with the reason if the adapter cannot be served or the server
+        has no --adapter-root, RESOURCE_EXHAUSTED if there is no room (ErrorInfo: missing_bytes), UNAVAILABLE while the model
+        loads, the engine is started again, or the server drains.
+
+        What is loaded when the engine dies is loaded again before requests are accepted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Unloads an adapter: new requests that name it are refused at once. Requests that have it go on; those that still do
+        after the timeout end with CANCELLED. Answers at once; the adapter's memory is freed with its last request. A load in
+        progress under this name is given up. NOT_FOUND if there is no such adapter. UNAVAILABLE while the model loads or the
+        engine is started again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetLogLevel(self, request, context):
         """Sets the log level of the server's processes, until they end or it is set again.
         """
@@ -221,6 +257,16 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=headrace_dot_v1_dot_control__service__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_control__service__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=headrace_dot_v1_dot_control__service__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_control__service__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=headrace_dot_v1_dot_control__service__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_control__service__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'SetLogLevel': grpc.unary_unary_rpc_method_handler(
                     servicer.SetLogLevel,
@@ -452,6 +498,60 @@ class ControlService(object):
             '/headrace.v1.ControlService/ResetPrefixCache',
             headrace_dot_v1_dot_control__service__pb2.ResetPrefixCacheRequest.SerializeToString,
             headrace_dot_v1_dot_control__service__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.ControlService/LoadAdapter',
+            headrace_dot_v1_dot_control__service__pb2.LoadAdapterRequest.SerializeToString,
+            headrace_dot_v1_dot_control__service__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.ControlService/UnloadAdapter',
+            headrace_dot_v1_dot_control__service__pb2.UnloadAdapterRequest.SerializeToString,
+            headrace_dot_v1_dot_control__service__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

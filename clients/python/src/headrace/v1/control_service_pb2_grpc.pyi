@@ -84,6 +84,24 @@ class ControlServiceStub:
     """Drops all cached prefixes; answers when that is done, between two engine steps. Running requests keep their blocks
     until they end, and these are then not cached. UNAVAILABLE while the model loads or the engine is started again.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_control_service_pb2.LoadAdapterRequest, _control_service_pb2.LoadAdapterResponse]
+    """Loads an adapter from a directory below the server's --adapter-root. Answers when requests may name it; no request waits
+    for that. With `replace`, requests that were accepted before go on with the content that they began with, and later
+    ones get the new content. If memory is short, unpinned adapters without requests are unloaded, the least recently
+    used first. ModelService.ListAdapters lists what is loaded.
+
+    ALREADY_EXISTS if the name is taken, FAILED_PRECONDITION with the reason if the adapter cannot be served or the server
+    has no --adapter-root, RESOURCE_EXHAUSTED if there is no room (ErrorInfo: missing_bytes), UNAVAILABLE while the model
+    loads, the engine is started again, or the server drains.
+
+    What is loaded when the engine dies is loaded again before requests are accepted.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_control_service_pb2.UnloadAdapterRequest, _control_service_pb2.UnloadAdapterResponse]
+    """Unloads an adapter: new requests that name it are refused at once. Requests that have it go on; those that still do
+    after the timeout end with CANCELLED. Answers at once; the adapter's memory is freed with its last request. A load in
+    progress under this name is given up. NOT_FOUND if there is no such adapter. UNAVAILABLE while the model loads or the
+    engine is started again.
+    """
     SetLogLevel: _grpc.UnaryUnaryMultiCallable[_control_service_pb2.SetLogLevelRequest, _control_service_pb2.SetLogLevelResponse]
     """Sets the log level of the server's processes, until they end or it is set again."""
 
@@ -138,6 +156,24 @@ class ControlServiceAsyncStub(ControlServiceStub):
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_control_service_pb2.ResetPrefixCacheRequest, _control_service_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Drops all cached prefixes; answers when that is done, between two engine steps. Running requests keep their blocks
     until they end, and these are then not cached. UNAVAILABLE while the model loads or the engine is started again.
+    """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_control_service_pb2.LoadAdapterRequest, _control_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads an adapter from a directory below the server's --adapter-root. Answers when requests may name it; no request waits
+    for that. With `replace`, requests that were accepted before go on with the content that they began with, and later
+    ones get the new content. If memory is short, unpinned adapters without requests are unloaded, the least recently
+    used first. ModelService.ListAdapters lists what is loaded.
+
+    ALREADY_EXISTS if the name is taken, FAILED_PRECONDITION with the reason if the adapter cannot be served or the server
+    has no --adapter-root, RESOURCE_EXHAUSTED if there is no room (ErrorInfo: missing_bytes), UNAVAILABLE while the model
+    loads, the engine is started again, or the server drains.
+
+    What is loaded when the engine dies is loaded again before requests are accepted.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_control_service_pb2.UnloadAdapterRequest, _control_service_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Unloads an adapter: new requests that name it are refused at once. Requests that have it go on; those that still do
+    after the timeout end with CANCELLED. Answers at once; the adapter's memory is freed with its last request. A load in
+    progress under this name is given up. NOT_FOUND if there is no such adapter. UNAVAILABLE while the model loads or the
+    engine is started again.
     """
     SetLogLevel: _aio.UnaryUnaryMultiCallable[_control_service_pb2.SetLogLevelRequest, _control_service_pb2.SetLogLevelResponse]  # type: ignore[assignment]
     """Sets the log level of the server's processes, until they end or it is set again."""
@@ -238,6 +274,36 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_control_service_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_control_service_pb2.ResetPrefixCacheResponse]]:
         """Drops all cached prefixes; answers when that is done, between two engine steps. Running requests keep their blocks
         until they end, and these are then not cached. UNAVAILABLE while the model loads or the engine is started again.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _control_service_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_service_pb2.LoadAdapterResponse, _abc.Awaitable[_control_service_pb2.LoadAdapterResponse]]:
+        """Loads an adapter from a directory below the server's --adapter-root. Answers when requests may name it; no request waits
+        for that. With `replace`, requests that were accepted before go on with the content that they began with, and later
+        ones get the new content. If memory is short, unpinned adapters without requests are unloaded, the least recently
+        used first. ModelService.ListAdapters lists what is loaded.
+
+        ALREADY_EXISTS if the name is taken, FAILED_PRECONDITION with the reason if the adapter cannot be served or the server
+        has no --adapter-root, RESOURCE_EXHAUSTED if there is no room (ErrorInfo: missing_bytes), UNAVAILABLE while the model
+        loads, the engine is started again, or the server drains.
+
+        What is loaded when the engine dies is loaded again before requests are accepted.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _control_service_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_service_pb2.UnloadAdapterResponse, _abc.Awaitable[_control_service_pb2.UnloadAdapterResponse]]:
+        """Unloads an adapter: new requests that name it are refused at once. Requests that have it go on; those that still do
+        after the timeout end with CANCELLED. Answers at once; the adapter's memory is freed with its last request. A load in
+        progress under this name is given up. NOT_FOUND if there is no such adapter. UNAVAILABLE while the model loads or the
+        engine is started again.
         """
 
     @_abc_1.abstractmethod

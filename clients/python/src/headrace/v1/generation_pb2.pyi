@@ -1365,6 +1365,7 @@ class Accepted(_message.Message):
     ACCEPT_TIME_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id: the caller's, or the server's if it gave none."""
     prompt_tokens: _builtins.int
@@ -1375,6 +1376,10 @@ class Accepted(_message.Message):
     """The command_id of the command that brought the request, on a session."""
     n: _builtins.int
     """How many choices will be made: the request ends with as many Finished events."""
+    adapter_digest: _builtins.str
+    """The content of the adapter that serves it from the first token to the last, as in Adapter.digest, whatever its name
+    means meanwhile. Empty: it has none.
+    """
     @_builtins.property
     def sampling(self) -> Global___SamplingOptions:
         """The parameters in force, with every default filled in and the seed."""
@@ -1405,10 +1410,11 @@ class Accepted(_message.Message):
         accept_time: _timestamp_pb2.Timestamp | None = ...,
         n: _builtins.int = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
+        adapter_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accept_time", b"accept_time", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_time", b"accept_time", "command_id", b"command_id", "n", b"n", "notes", b"notes", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_time", b"accept_time", "adapter_digest", b"adapter_digest", "command_id", b"command_id", "n", b"n", "notes", b"notes", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

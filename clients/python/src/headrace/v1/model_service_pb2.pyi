@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from headrace.v1 import generation_pb2 as _generation_pb2
 import builtins as _builtins
 import sys
@@ -19,6 +20,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _AdapterState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AdapterStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AdapterState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ADAPTER_STATE_UNSPECIFIED: _AdapterState.ValueType  # 0
+    """Not said; never sent."""
+    ADAPTER_STATE_LOADING: _AdapterState.ValueType  # 1
+    """It is being read and checked; requests cannot name it yet."""
+    ADAPTER_STATE_LOADED: _AdapterState.ValueType  # 2
+    """Requests may name it."""
+    ADAPTER_STATE_UNLOADING: _AdapterState.ValueType  # 3
+    """It was unloaded or replaced: requests can no longer get it, and it goes with the last one that has it."""
+
+class AdapterState(_AdapterState, metaclass=_AdapterStateEnumTypeWrapper):
+    """The state of an adapter."""
+
+ADAPTER_STATE_UNSPECIFIED: AdapterState.ValueType  # 0
+"""Not said; never sent."""
+ADAPTER_STATE_LOADING: AdapterState.ValueType  # 1
+"""It is being read and checked; requests cannot name it yet."""
+ADAPTER_STATE_LOADED: AdapterState.ValueType  # 2
+"""Requests may name it."""
+ADAPTER_STATE_UNLOADING: AdapterState.ValueType  # 3
+"""It was unloaded or replaced: requests can no longer get it, and it goes with the last one that has it."""
+Global___AdapterState: _TypeAlias = AdapterState  # noqa: Y015
 
 @_typing.final
 class GetModelRequest(_message.Message):
@@ -409,6 +438,128 @@ class Limits(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Limits: _TypeAlias = Limits  # noqa: Y015
+
+@_typing.final
+class ListAdaptersRequest(_message.Message):
+    """The request of ListAdapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """The most adapters in one answer. 0: 100. Values above 1,000 are taken as 1,000."""
+    page_token: _builtins.str
+    """Where to continue: the next_page_token of the previous answer. Empty: at the beginning."""
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "required_capabilities", b"required_capabilities"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersRequest: _TypeAlias = ListAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class ListAdaptersResponse(_message.Message):
+    """The answer of ListAdapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TOTAL_SIZE_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """The page_token for the next page. Empty: there are no more."""
+    total_size: _builtins.int
+    """The number of adapters that the caller may use now, on all pages together."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """Adapters, by name. A name may have several contents, of which one is loaded."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
+        next_page_token: _builtins.str = ...,
+        total_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "next_page_token", b"next_page_token", "total_size", b"total_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """An adapter (such as a LoRA): what a request may have applied to the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    MODULES_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    BASE_MODEL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What requests call it."""
+    digest: _builtins.str
+    """A digest of its content, in hexadecimal: equal for equal content, whatever its name. Empty while it is
+    being loaded.
+    """
+    rank: _builtins.int
+    """Its highest rank."""
+    size_bytes: _builtins.int
+    """The size of its tensors in memory, in bytes."""
+    modules: _builtins.int
+    """How many linear layers it changes."""
+    state: Global___AdapterState.ValueType
+    """Its state."""
+    pinned: _builtins.bool
+    """Whether it stays when others need the memory."""
+    live_requests: _builtins.int
+    """How many live requests have it, up to a moment ago."""
+    base_model: _builtins.str
+    """The name of its base model, as its own config has it. May be empty."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        modules: _builtins.int = ...,
+        state: Global___AdapterState.ValueType = ...,
+        pinned: _builtins.bool = ...,
+        live_requests: _builtins.int = ...,
+        base_model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "digest", b"digest", "live_requests", b"live_requests", "modules", b"modules", "name", b"name", "pinned", b"pinned", "rank", b"rank", "size_bytes", b"size_bytes", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):

@@ -40,6 +40,11 @@ class ModelServiceStub(object):
                 request_serializer=headrace_dot_v1_dot_model__service__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_model__service__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/headrace.v1.ModelService/ListAdapters',
+                request_serializer=headrace_dot_v1_dot_model__service__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_model__service__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/headrace.v1.ModelService/Tokenize',
                 request_serializer=headrace_dot_v1_dot_model__service__pb2.TokenizeRequest.SerializeToString,
@@ -58,6 +63,14 @@ class ModelServiceServicer(object):
 
     def GetModel(self, request, context):
         """Describes the model and the server's limits, so that clients need not find them by trial and error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Lists the adapters that the caller may use, by name, in pages. Adapters that come or go between two pages do not make
+        others repeat or disappear. Empty if the server has none. Also UNAVAILABLE while the engine is started again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +97,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=headrace_dot_v1_dot_model__service__pb2.GetModelRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_model__service__pb2.GetModelResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=headrace_dot_v1_dot_model__service__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_model__service__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -124,6 +142,33 @@ class ModelService(object):
             '/headrace.v1.ModelService/GetModel',
             headrace_dot_v1_dot_model__service__pb2.GetModelRequest.SerializeToString,
             headrace_dot_v1_dot_model__service__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.ModelService/ListAdapters',
+            headrace_dot_v1_dot_model__service__pb2.ListAdaptersRequest.SerializeToString,
+            headrace_dot_v1_dot_model__service__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,10 @@ class ModelServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ModelServiceAsyncStub: ...
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]
     """Describes the model and the server's limits, so that clients need not find them by trial and error."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ListAdaptersRequest, _model_service_pb2.ListAdaptersResponse]
+    """Lists the adapters that the caller may use, by name, in pages. Adapters that come or go between two pages do not make
+    others repeat or disappear. Empty if the server has none. Also UNAVAILABLE while the engine is started again.
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.TokenizeRequest, _model_service_pb2.TokenizeResponse]
     """Turns text or a conversation into token ids, exactly as a request with that input would."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.DetokenizeRequest, _model_service_pb2.DetokenizeResponse]
@@ -47,6 +51,10 @@ class ModelServiceAsyncStub(ModelServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes the model and the server's limits, so that clients need not find them by trial and error."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ListAdaptersRequest, _model_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Lists the adapters that the caller may use, by name, in pages. Adapters that come or go between two pages do not make
+    others repeat or disappear. Empty if the server has none. Also UNAVAILABLE while the engine is started again.
+    """
     Tokenize: _aio.UnaryUnaryMultiCallable[_model_service_pb2.TokenizeRequest, _model_service_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text or a conversation into token ids, exactly as a request with that input would."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_model_service_pb2.DetokenizeRequest, _model_service_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -62,6 +70,16 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.GetModelResponse, _abc.Awaitable[_model_service_pb2.GetModelResponse]]:
         """Describes the model and the server's limits, so that clients need not find them by trial and error."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _model_service_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.ListAdaptersResponse, _abc.Awaitable[_model_service_pb2.ListAdaptersResponse]]:
+        """Lists the adapters that the caller may use, by name, in pages. Adapters that come or go between two pages do not make
+        others repeat or disappear. Empty if the server has none. Also UNAVAILABLE while the engine is started again.
+        """
 
     @_abc_1.abstractmethod
     def Tokenize(

@@ -4,8 +4,8 @@
 // @generated from file headrace/v1/model_service.proto (package headrace.v1, syntax proto3)
 /* eslint-disable */
 
-import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
-import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
+import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import { file_google_api_annotations } from "../../google/api/annotations_pb.js";
 import { file_google_api_field_behavior } from "../../google/api/field_behavior_pb.js";
 import type { Duration } from "@bufbuild/protobuf/wkt";
@@ -18,7 +18,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file headrace/v1/model_service.proto.
  */
 export const file_headrace_v1_model_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch9oZWFkcmFjZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtoZWFkcmFjZS52MSIwCg9HZXRNb2RlbFJlcXVlc3QSHQoVcmVxdWlyZWRfY2FwYWJpbGl0aWVzGA8gAygJIjkKEEdldE1vZGVsUmVzcG9uc2USJQoFbW9kZWwYASABKAsyFi5oZWFkcmFjZS52MS5Nb2RlbENhcmQiqQMKCU1vZGVsQ2FyZBIMCgRuYW1lGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRISCgpwYXJhbWV0ZXJzGAMgASgEEg0KBWR0eXBlGAQgASgJEg4KBmRldmljZRgFIAEoCRISCgp2b2NhYl9zaXplGAYgASgNEhUKDWVvc190b2tlbl9pZHMYByADKA0SNgoQZGVmYXVsdF9zYW1wbGluZxgIIAEoCzIcLmhlYWRyYWNlLnYxLlNhbXBsaW5nT3B0aW9ucxIjCgZsaW1pdHMYCSABKAsyEy5oZWFkcmFjZS52MS5MaW1pdHMSLwoMY2FwYWJpbGl0aWVzGAogASgLMhkuaGVhZHJhY2UudjEuQ2FwYWJpbGl0aWVzEhMKC2luc3RhbmNlX2lkGAsgASgJEhYKDnNlcnZlcl92ZXJzaW9uGAwgASgJEhcKD3NjaGVtYV9yZXZpc2lvbhgNIAEoDRIfChdtaW5pbXVtX2NsaWVudF9yZXZpc2lvbhgOIAEoDRIUCgxxdWFudGl6YXRpb24YDyABKAkSDwoHYWxpYXNlcxgQIAMoCSK2AQoMQ2FwYWJpbGl0aWVzEg0KBW5hbWVzGAEgAygJEi0KBWlucHV0GAIgASgLMh4uaGVhZHJhY2UudjEuSW5wdXRDYXBhYmlsaXRpZXMSLwoGb3V0cHV0GAMgASgLMh8uaGVhZHJhY2UudjEuT3V0cHV0Q2FwYWJpbGl0aWVzEjcKCnNjaGVkdWxpbmcYBCABKAsyIy5oZWFkcmFjZS52MS5TY2hlZHVsaW5nQ2FwYWJpbGl0aWVzIn8KEUlucHV0Q2FwYWJpbGl0aWVzEgwKBHRleHQYASABKAgSEQoJdG9rZW5faWRzGAIgASgIEgwKBGNoYXQYAyABKAgSDQoFdG9vbHMYBCABKAgSFQoNY29udGVudF9wYXJ0cxgFIAMoCRIVCg1jaGF0X3RlbXBsYXRlGAYgASgJIowBChJPdXRwdXRDYXBhYmlsaXRpZXMSEAoIbG9ncHJvYnMYASABKAgSFwoPcHJvbXB0X2xvZ3Byb2JzGAIgASgIEhkKEXN0cnVjdHVyZWRfb3V0cHV0GAMgAygJEhQKDHJlcGx5X3BhcnNlchgEIAEoCRIaChJyZXBseV9wYXJzZXJfcHJvb2YYBSABKAkiVwoWU2NoZWR1bGluZ0NhcGFiaWxpdGllcxISCgpwcmlvcml0aWVzGAEgASgIEhQKDHByZWZpeF9jYWNoZRgCIAEoCBITCgtzcGVjdWxhdGlvbhgDIAEoCCLvAwoGTGltaXRzEhoKEm1heF9jb250ZXh0X3Rva2VucxgBIAEoDRIZChFtYXhfcHJvbXB0X3Rva2VucxgCIAEoDRIaChJkZWZhdWx0X21heF90b2tlbnMYAyABKA0SEwoLbWF4X2Nob2ljZXMYBCABKA0SFAoMbWF4X2xvZ3Byb2JzGAUgASgNEhgKEG1heF9zdG9wX3N0cmluZ3MYBiABKA0SHQoVbWF4X3N0b3Bfc3RyaW5nX2J5dGVzGAcgASgNEhoKEm1heF9zdG9wX3Rva2VuX2lkcxgIIAEoDRIWCg5tYXhfbG9naXRfYmlhcxgJIAEoDRIZChFtYXhfbWVzc2FnZV9ieXRlcxgKIAEoDRIWCg5tYXhfcXVldWVfc2l6ZRgLIAEoDRIcChRtYXhfcnVubmluZ19yZXF1ZXN0cxgMIAEoDRIsCgltYXhfbGVhc2UYDSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMwoQcmVzdWx0X3JldGVudGlvbhgOIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZChFtYXhfdW5yZWFkX3Rva2VucxgPIAEoDRIrCghtYXhfaG9sZBgQIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKgAQoPVG9rZW5pemVSZXF1ZXN0EiYKBHRleHQYASABKAsyFi5oZWFkcmFjZS52MS5UZXh0SW5wdXRIABImCgRjaGF0GAIgASgLMhYuaGVhZHJhY2UudjEuQ2hhdElucHV0SAASFQoNdG9rZW5fZGV0YWlscxgDIAEoCBIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAlCBwoFaW5wdXQiTQoQVG9rZW5pemVSZXNwb25zZRIRCgl0b2tlbl9pZHMYASADKA0SJgoGdG9rZW5zGAIgAygLMhYuaGVhZHJhY2UudjEuVG9rZW5JbmZvIoUBChFEZXRva2VuaXplUmVxdWVzdBIXCgl0b2tlbl9pZHMYASADKA1CBOJBAQISIAoTc2tpcF9zcGVjaWFsX3Rva2VucxgCIAEoCEgAiAEBEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCUIWChRfc2tpcF9zcGVjaWFsX3Rva2VucyIiChJEZXRva2VuaXplUmVzcG9uc2USDAoEdGV4dBgBIAEoCTK2AgoMTW9kZWxTZXJ2aWNlEloKCEdldE1vZGVsEhwuaGVhZHJhY2UudjEuR2V0TW9kZWxSZXF1ZXN0Gh0uaGVhZHJhY2UudjEuR2V0TW9kZWxSZXNwb25zZSIRgtPkkwILEgkvdjEvbW9kZWwSYAoIVG9rZW5pemUSHC5oZWFkcmFjZS52MS5Ub2tlbml6ZVJlcXVlc3QaHS5oZWFkcmFjZS52MS5Ub2tlbml6ZVJlc3BvbnNlIheC0+STAhE6ASoiDC92MS90b2tlbml6ZRJoCgpEZXRva2VuaXplEh4uaGVhZHJhY2UudjEuRGV0b2tlbml6ZVJlcXVlc3QaHy5oZWFkcmFjZS52MS5EZXRva2VuaXplUmVzcG9uc2UiGYLT5JMCEzoBKiIOL3YxL2RldG9rZW5pemVCTgoPZGV2LmhlYWRyYWNlLnYxQhFNb2RlbFNlcnZpY2VQcm90b1ABWiZoZWFkcmFjZS5kZXYvZ28vaGVhZHJhY2UvdjE7aGVhZHJhY2V2MWIGcHJvdG8z", [file_google_api_annotations, file_google_api_field_behavior, file_google_protobuf_duration, file_headrace_v1_generation]);
+  fileDesc("Ch9oZWFkcmFjZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtoZWFkcmFjZS52MSIwCg9HZXRNb2RlbFJlcXVlc3QSHQoVcmVxdWlyZWRfY2FwYWJpbGl0aWVzGA8gAygJIjkKEEdldE1vZGVsUmVzcG9uc2USJQoFbW9kZWwYASABKAsyFi5oZWFkcmFjZS52MS5Nb2RlbENhcmQiqQMKCU1vZGVsQ2FyZBIMCgRuYW1lGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRISCgpwYXJhbWV0ZXJzGAMgASgEEg0KBWR0eXBlGAQgASgJEg4KBmRldmljZRgFIAEoCRISCgp2b2NhYl9zaXplGAYgASgNEhUKDWVvc190b2tlbl9pZHMYByADKA0SNgoQZGVmYXVsdF9zYW1wbGluZxgIIAEoCzIcLmhlYWRyYWNlLnYxLlNhbXBsaW5nT3B0aW9ucxIjCgZsaW1pdHMYCSABKAsyEy5oZWFkcmFjZS52MS5MaW1pdHMSLwoMY2FwYWJpbGl0aWVzGAogASgLMhkuaGVhZHJhY2UudjEuQ2FwYWJpbGl0aWVzEhMKC2luc3RhbmNlX2lkGAsgASgJEhYKDnNlcnZlcl92ZXJzaW9uGAwgASgJEhcKD3NjaGVtYV9yZXZpc2lvbhgNIAEoDRIfChdtaW5pbXVtX2NsaWVudF9yZXZpc2lvbhgOIAEoDRIUCgxxdWFudGl6YXRpb24YDyABKAkSDwoHYWxpYXNlcxgQIAMoCSK2AQoMQ2FwYWJpbGl0aWVzEg0KBW5hbWVzGAEgAygJEi0KBWlucHV0GAIgASgLMh4uaGVhZHJhY2UudjEuSW5wdXRDYXBhYmlsaXRpZXMSLwoGb3V0cHV0GAMgASgLMh8uaGVhZHJhY2UudjEuT3V0cHV0Q2FwYWJpbGl0aWVzEjcKCnNjaGVkdWxpbmcYBCABKAsyIy5oZWFkcmFjZS52MS5TY2hlZHVsaW5nQ2FwYWJpbGl0aWVzIn8KEUlucHV0Q2FwYWJpbGl0aWVzEgwKBHRleHQYASABKAgSEQoJdG9rZW5faWRzGAIgASgIEgwKBGNoYXQYAyABKAgSDQoFdG9vbHMYBCABKAgSFQoNY29udGVudF9wYXJ0cxgFIAMoCRIVCg1jaGF0X3RlbXBsYXRlGAYgASgJIowBChJPdXRwdXRDYXBhYmlsaXRpZXMSEAoIbG9ncHJvYnMYASABKAgSFwoPcHJvbXB0X2xvZ3Byb2JzGAIgASgIEhkKEXN0cnVjdHVyZWRfb3V0cHV0GAMgAygJEhQKDHJlcGx5X3BhcnNlchgEIAEoCRIaChJyZXBseV9wYXJzZXJfcHJvb2YYBSABKAkiVwoWU2NoZWR1bGluZ0NhcGFiaWxpdGllcxISCgpwcmlvcml0aWVzGAEgASgIEhQKDHByZWZpeF9jYWNoZRgCIAEoCBITCgtzcGVjdWxhdGlvbhgDIAEoCCLvAwoGTGltaXRzEhoKEm1heF9jb250ZXh0X3Rva2VucxgBIAEoDRIZChFtYXhfcHJvbXB0X3Rva2VucxgCIAEoDRIaChJkZWZhdWx0X21heF90b2tlbnMYAyABKA0SEwoLbWF4X2Nob2ljZXMYBCABKA0SFAoMbWF4X2xvZ3Byb2JzGAUgASgNEhgKEG1heF9zdG9wX3N0cmluZ3MYBiABKA0SHQoVbWF4X3N0b3Bfc3RyaW5nX2J5dGVzGAcgASgNEhoKEm1heF9zdG9wX3Rva2VuX2lkcxgIIAEoDRIWCg5tYXhfbG9naXRfYmlhcxgJIAEoDRIZChFtYXhfbWVzc2FnZV9ieXRlcxgKIAEoDRIWCg5tYXhfcXVldWVfc2l6ZRgLIAEoDRIcChRtYXhfcnVubmluZ19yZXF1ZXN0cxgMIAEoDRIsCgltYXhfbGVhc2UYDSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMwoQcmVzdWx0X3JldGVudGlvbhgOIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZChFtYXhfdW5yZWFkX3Rva2VucxgPIAEoDRIrCghtYXhfaG9sZBgQIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJbChNMaXN0QWRhcHRlcnNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoDRISCgpwYWdlX3Rva2VuGAIgASgJEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJrChRMaXN0QWRhcHRlcnNSZXNwb25zZRImCghhZGFwdGVycxgBIAMoCzIULmhlYWRyYWNlLnYxLkFkYXB0ZXISFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEhIKCnRvdGFsX3NpemUYAyABKAQivwEKB0FkYXB0ZXISDAoEbmFtZRgBIAEoCRIOCgZkaWdlc3QYAiABKAkSDAoEcmFuaxgDIAEoDRISCgpzaXplX2J5dGVzGAQgASgEEg8KB21vZHVsZXMYBSABKA0SKAoFc3RhdGUYBiABKA4yGS5oZWFkcmFjZS52MS5BZGFwdGVyU3RhdGUSDgoGcGlubmVkGAcgASgIEhUKDWxpdmVfcmVxdWVzdHMYCCABKAQSEgoKYmFzZV9tb2RlbBgJIAEoCSKgAQoPVG9rZW5pemVSZXF1ZXN0EiYKBHRleHQYASABKAsyFi5oZWFkcmFjZS52MS5UZXh0SW5wdXRIABImCgRjaGF0GAIgASgLMhYuaGVhZHJhY2UudjEuQ2hhdElucHV0SAASFQoNdG9rZW5fZGV0YWlscxgDIAEoCBIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAlCBwoFaW5wdXQiTQoQVG9rZW5pemVSZXNwb25zZRIRCgl0b2tlbl9pZHMYASADKA0SJgoGdG9rZW5zGAIgAygLMhYuaGVhZHJhY2UudjEuVG9rZW5JbmZvIoUBChFEZXRva2VuaXplUmVxdWVzdBIXCgl0b2tlbl9pZHMYASADKA1CBOJBAQISIAoTc2tpcF9zcGVjaWFsX3Rva2VucxgCIAEoCEgAiAEBEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCUIWChRfc2tpcF9zcGVjaWFsX3Rva2VucyIiChJEZXRva2VuaXplUmVzcG9uc2USDAoEdGV4dBgBIAEoCSp/CgxBZGFwdGVyU3RhdGUSHQoZQURBUFRFUl9TVEFURV9VTlNQRUNJRklFRBAAEhkKFUFEQVBURVJfU1RBVEVfTE9BRElORxABEhgKFEFEQVBURVJfU1RBVEVfTE9BREVEEAISGwoXQURBUFRFUl9TVEFURV9VTkxPQURJTkcQAzKhAwoMTW9kZWxTZXJ2aWNlEloKCEdldE1vZGVsEhwuaGVhZHJhY2UudjEuR2V0TW9kZWxSZXF1ZXN0Gh0uaGVhZHJhY2UudjEuR2V0TW9kZWxSZXNwb25zZSIRgtPkkwILEgkvdjEvbW9kZWwSaQoMTGlzdEFkYXB0ZXJzEiAuaGVhZHJhY2UudjEuTGlzdEFkYXB0ZXJzUmVxdWVzdBohLmhlYWRyYWNlLnYxLkxpc3RBZGFwdGVyc1Jlc3BvbnNlIhSC0+STAg4SDC92MS9hZGFwdGVycxJgCghUb2tlbml6ZRIcLmhlYWRyYWNlLnYxLlRva2VuaXplUmVxdWVzdBodLmhlYWRyYWNlLnYxLlRva2VuaXplUmVzcG9uc2UiF4LT5JMCEToBKiIML3YxL3Rva2VuaXplEmgKCkRldG9rZW5pemUSHi5oZWFkcmFjZS52MS5EZXRva2VuaXplUmVxdWVzdBofLmhlYWRyYWNlLnYxLkRldG9rZW5pemVSZXNwb25zZSIZgtPkkwITOgEqIg4vdjEvZGV0b2tlbml6ZUJOCg9kZXYuaGVhZHJhY2UudjFCEU1vZGVsU2VydmljZVByb3RvUAFaJmhlYWRyYWNlLmRldi9nby9oZWFkcmFjZS92MTtoZWFkcmFjZXYxYgZwcm90bzM", [file_google_api_annotations, file_google_api_field_behavior, file_google_protobuf_duration, file_headrace_v1_generation]);
 
 /**
  * The request of GetModel.
@@ -500,6 +500,155 @@ export const LimitsSchema: GenMessage<Limits> = /*@__PURE__*/
   messageDesc(file_headrace_v1_model_service, 7);
 
 /**
+ * The request of ListAdapters.
+ *
+ * @generated from message headrace.v1.ListAdaptersRequest
+ */
+export type ListAdaptersRequest = Message<"headrace.v1.ListAdaptersRequest"> & {
+  /**
+   * The most adapters in one answer. 0: 100. Values above 1,000 are taken as 1,000.
+   *
+   * @generated from field: uint32 page_size = 1;
+   */
+  pageSize: number;
+
+  /**
+   * Where to continue: the next_page_token of the previous answer. Empty: at the beginning.
+   *
+   * @generated from field: string page_token = 2;
+   */
+  pageToken: string;
+
+  /**
+   * The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+   * and its name. At most 64.
+   *
+   * @generated from field: repeated string required_capabilities = 15;
+   */
+  requiredCapabilities: string[];
+};
+
+/**
+ * Describes the message headrace.v1.ListAdaptersRequest.
+ * Use `create(ListAdaptersRequestSchema)` to create a new message.
+ */
+export const ListAdaptersRequestSchema: GenMessage<ListAdaptersRequest> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_model_service, 8);
+
+/**
+ * The answer of ListAdapters.
+ *
+ * @generated from message headrace.v1.ListAdaptersResponse
+ */
+export type ListAdaptersResponse = Message<"headrace.v1.ListAdaptersResponse"> & {
+  /**
+   * Adapters, by name. A name may have several contents, of which one is loaded.
+   *
+   * @generated from field: repeated headrace.v1.Adapter adapters = 1;
+   */
+  adapters: Adapter[];
+
+  /**
+   * The page_token for the next page. Empty: there are no more.
+   *
+   * @generated from field: string next_page_token = 2;
+   */
+  nextPageToken: string;
+
+  /**
+   * The number of adapters that the caller may use now, on all pages together.
+   *
+   * @generated from field: uint64 total_size = 3;
+   */
+  totalSize: bigint;
+};
+
+/**
+ * Describes the message headrace.v1.ListAdaptersResponse.
+ * Use `create(ListAdaptersResponseSchema)` to create a new message.
+ */
+export const ListAdaptersResponseSchema: GenMessage<ListAdaptersResponse> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_model_service, 9);
+
+/**
+ * An adapter (such as a LoRA): what a request may have applied to the model.
+ *
+ * @generated from message headrace.v1.Adapter
+ */
+export type Adapter = Message<"headrace.v1.Adapter"> & {
+  /**
+   * What requests call it.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * A digest of its content, in hexadecimal: equal for equal content, whatever its name. Empty while it is
+   * being loaded.
+   *
+   * @generated from field: string digest = 2;
+   */
+  digest: string;
+
+  /**
+   * Its highest rank.
+   *
+   * @generated from field: uint32 rank = 3;
+   */
+  rank: number;
+
+  /**
+   * The size of its tensors in memory, in bytes.
+   *
+   * @generated from field: uint64 size_bytes = 4;
+   */
+  sizeBytes: bigint;
+
+  /**
+   * How many linear layers it changes.
+   *
+   * @generated from field: uint32 modules = 5;
+   */
+  modules: number;
+
+  /**
+   * Its state.
+   *
+   * @generated from field: headrace.v1.AdapterState state = 6;
+   */
+  state: AdapterState;
+
+  /**
+   * Whether it stays when others need the memory.
+   *
+   * @generated from field: bool pinned = 7;
+   */
+  pinned: boolean;
+
+  /**
+   * How many live requests have it, up to a moment ago.
+   *
+   * @generated from field: uint64 live_requests = 8;
+   */
+  liveRequests: bigint;
+
+  /**
+   * The name of its base model, as its own config has it. May be empty.
+   *
+   * @generated from field: string base_model = 9;
+   */
+  baseModel: string;
+};
+
+/**
+ * Describes the message headrace.v1.Adapter.
+ * Use `create(AdapterSchema)` to create a new message.
+ */
+export const AdapterSchema: GenMessage<Adapter> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_model_service, 10);
+
+/**
  * The request of Tokenize.
  *
  * @generated from message headrace.v1.TokenizeRequest
@@ -549,7 +698,7 @@ export type TokenizeRequest = Message<"headrace.v1.TokenizeRequest"> & {
  * Use `create(TokenizeRequestSchema)` to create a new message.
  */
 export const TokenizeRequestSchema: GenMessage<TokenizeRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_model_service, 8);
+  messageDesc(file_headrace_v1_model_service, 11);
 
 /**
  * The tokens.
@@ -577,7 +726,7 @@ export type TokenizeResponse = Message<"headrace.v1.TokenizeResponse"> & {
  * Use `create(TokenizeResponseSchema)` to create a new message.
  */
 export const TokenizeResponseSchema: GenMessage<TokenizeResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_model_service, 9);
+  messageDesc(file_headrace_v1_model_service, 12);
 
 /**
  * The request of Detokenize.
@@ -613,7 +762,7 @@ export type DetokenizeRequest = Message<"headrace.v1.DetokenizeRequest"> & {
  * Use `create(DetokenizeRequestSchema)` to create a new message.
  */
 export const DetokenizeRequestSchema: GenMessage<DetokenizeRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_model_service, 10);
+  messageDesc(file_headrace_v1_model_service, 13);
 
 /**
  * The text.
@@ -634,7 +783,48 @@ export type DetokenizeResponse = Message<"headrace.v1.DetokenizeResponse"> & {
  * Use `create(DetokenizeResponseSchema)` to create a new message.
  */
 export const DetokenizeResponseSchema: GenMessage<DetokenizeResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_model_service, 11);
+  messageDesc(file_headrace_v1_model_service, 14);
+
+/**
+ * The state of an adapter.
+ *
+ * @generated from enum headrace.v1.AdapterState
+ */
+export enum AdapterState {
+  /**
+   * Not said; never sent.
+   *
+   * @generated from enum value: ADAPTER_STATE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * It is being read and checked; requests cannot name it yet.
+   *
+   * @generated from enum value: ADAPTER_STATE_LOADING = 1;
+   */
+  LOADING = 1,
+
+  /**
+   * Requests may name it.
+   *
+   * @generated from enum value: ADAPTER_STATE_LOADED = 2;
+   */
+  LOADED = 2,
+
+  /**
+   * It was unloaded or replaced: requests can no longer get it, and it goes with the last one that has it.
+   *
+   * @generated from enum value: ADAPTER_STATE_UNLOADING = 3;
+   */
+  UNLOADING = 3,
+}
+
+/**
+ * Describes the enum headrace.v1.AdapterState.
+ */
+export const AdapterStateSchema: GenEnum<AdapterState> = /*@__PURE__*/
+  enumDesc(file_headrace_v1_model_service, 0);
 
 /**
  * Describes the model and runs its tokenizer. Tokenize and Detokenize are UNIMPLEMENTED if the server has none. While the model loads, all RPCs answer UNAVAILABLE.
@@ -651,6 +841,17 @@ export const ModelService: GenService<{
     methodKind: "unary";
     input: typeof GetModelRequestSchema;
     output: typeof GetModelResponseSchema;
+  },
+  /**
+   * Lists the adapters that the caller may use, by name, in pages. Adapters that come or go between two pages do not make
+   * others repeat or disappear. Empty if the server has none. Also UNAVAILABLE while the engine is started again.
+   *
+   * @generated from rpc headrace.v1.ModelService.ListAdapters
+   */
+  listAdapters: {
+    methodKind: "unary";
+    input: typeof ListAdaptersRequestSchema;
+    output: typeof ListAdaptersResponseSchema;
   },
   /**
    * Turns text or a conversation into token ids, exactly as a request with that input would.
