@@ -237,6 +237,15 @@ def test_the_command(served: Served) -> None:
     assert "must be the name of a directory below" in done.stderr
 
 
+async def test_the_asyncio_client(served: Served) -> None:
+    async with headrace.AsyncClient(served.process.addresses[0]) as client:
+        loaded = await client.control.load_adapter("async", "v1", pinned=True)
+        assert loaded.adapter in await client.adapters()
+        result = await client.generate(PROMPT, adapter="async", temperature=0, max_tokens=NEW)
+        assert list(result.token_ids) == served.whole["v1"]
+        assert await client.control.unload_adapter("async", 1.5) == 0
+
+
 def test_a_name_of_the_served_model_ends_a_start(folders: dict[str, PeftAdapter]) -> None:
     command = [str(Path(sys.executable).parent / "headrace-server"), "serve", "--model", str(DEMO)]
     command += ["--listen", "127.0.0.1:0", f"--adapter=demo={folders['v1'].directory}"]

@@ -14,6 +14,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.contract.adapters import Adapter, AdapterLoad, AdapterLoaded, at_start
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
+_EXPONENT = 0x7F80
+"""The exponent's bits in bfloat16. All of them are set in NaN and infinity alone."""
 _NAMED = 3
 """The maximum number of names in an error message."""
 _PREFIX = "base_model.model."
@@ -265,7 +269,7 @@ def _check_tensors(
             raise AdapterRefusedError(
                 f"{path}.{last} is {one.dtype}; float32, bfloat16 and float16 are served"
             )
-        if not bool(one.isfinite().all()):
+        if not _is_finite(one):
             raise AdapterRefusedError(f"{path}.{last} has elements that are NaN or infinite")
 
 
@@ -275,13 +279,28 @@ def _held_type(path: str, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
     return torch.bfloat16 if types == {torch.bfloat16} else torch.float32
 
 
+def _is_finite(one: torch.Tensor) -> bool:
+    if one.dtype is torch.bfloat16:
+        return not bool(((_bits(one) & _EXPONENT) == _EXPONENT).any())
+    return bool(np.isfinite(one.numpy()).all())
+
+
+def _bits(one: torch.Tensor) -> npt.NDArray[np.int16]:
+    """Return the bits of a tensor in bfloat16, which numpy does not know."""
+    found: npt.NDArray[np.int16] = one.view(torch.int16).numpy()
+    return found
+
+
 class _Memory:
     """An adapter's memory. It goes back to the system as a whole, with the last of its tensors: of
     many small ones, the C library would keep the pages.
+
+    Tensors are checked and copied by numpy, on one thread: torch would take more threads for each,
+    and let them wait for those of a running step.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._all = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        self._all = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
         self._used = 0
 
     @staticmethod
@@ -290,8 +309,17 @@ class _Memory:
         return -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
     def copy(self, one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous copy of a tensor in this memory."""
+        """Return a contiguous copy of a tensor in this memory, as bfloat16 or float32."""
         size, first = one.numel() * dtype.itemsize, self._used
-        place = self._all[first : first + size].view(dtype).view(one.shape)
+        place = self._all[first : first + size]
         self._used += self.taken(one.numel(), dtype)
-        return place.copy_(one)
+        if dtype is torch.bfloat16:
+            halves = place.view(np.int16).reshape(one.shape)
+            np.copyto(halves, _bits(one))
+            return torch.from_numpy(halves).view(torch.bfloat16)
+        floats = place.view(np.float32).reshape(one.shape)
+        if one.dtype is torch.bfloat16:
+            np.copyto(floats, (_bits(one).astype(np.uint32) << 16).view(np.float32))
+        else:
+            np.copyto(floats, one.numpy())
+        return torch.from_numpy(floats)

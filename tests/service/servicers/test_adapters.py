@@ -18,6 +18,7 @@ from engine.contract.adapters import AdapterInfo
 from engine.contract.errors import AdapterRefusedError, ConfigError
 from engine.contract.loaded_adapters import AdapterBounds
 from service.admission.served_adapters import MAX_AGE_S
+from service.door.callers_file import parse_callers
 from tests.service.fake_engine import FakeEngine, model_info, says
 from tests.service.helpers import (
     DEADLINE_S,
@@ -359,3 +360,22 @@ async def test_a_session_follows_the_file(tmp_path: Path) -> None:
         [rejection] = [one for message in messages for one in message.rejections]
         assert rejection.command_id == 7
         assert "no adapter with the name 'a'" in rejection.status.message
+
+
+@pytest.mark.parametrize("value", ['["a*b"]', '[""]', '["team-**"]', "[1]", "5", str(["a"] * 257)])
+async def test_entries_that_name_no_adapters(value: str) -> None:
+    text = f'[[callers]]\nidentity = "a"\nservices = "*"\ncertificate = "a"\nadapters = {value}\n'
+    with pytest.raises(ConfigError, match=r"callers\[0\].adapters"):
+        parse_callers(text)
+
+
+async def test_a_certificate_of_several_entries_may_use_what_any_of_them_may() -> None:
+    table = parse_callers(
+        "".join(
+            f'[[callers]]\nidentity = "one"\nservices = "*"\ncertificate = "{name}"\n'
+            f"adapters = {allowed}\n"
+            for name, allowed in (("x", '["a"]'), ("y", '["b-*"]'))
+        )
+    )
+    [caller] = table.by_names(["x", "y"])
+    assert [caller.may_use(name) for name in ("a", "b-1", "b", "c")] == [True, True, False, False]
