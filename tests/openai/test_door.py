@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from headrace.openai import door as door_module
 from headrace.openai.replies import dumps, dumps_in_pieces
+from headrace.v1 import control_service_pb2 as control_pb
 
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.openai.doors import USER, OpenDoor, data_of, open_door
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info, says
-from tests.service.helpers import Harness, serving, until
+from tests.service.helpers import DEADLINE_S, Harness, serving, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODY: dict[str, Any] = {"messages": USER}
@@ -167,6 +168,34 @@ async def test_a_named_request_goes_on_when_its_client_leaves_and_is_fetched_lat
 
 
 # ---- servers -------------------------------------------------------------------------------------
+
+
+async def test_adapters_are_models() -> None:
+    """Those that the caller may use, with one server and with several."""
+    async with AsyncExitStack() as stack:
+        servers = []
+        for name in ("one", "two"):
+            engine = FakeEngine(
+                info=model_info(name=name, serves_adapters=name == "two"), script=says(name)
+            )
+            servers.append(await stack.enter_async_context(serving(engine, served_name=name)))
+        for adapter in ("team/a", "b"):
+            await servers[1].control.LoadAdapter(
+                control_pb.LoadAdapterRequest(name=adapter, source="s"), timeout=DEADLINE_S
+            )
+        [first, second] = [one.server.addresses[0] for one in servers]
+        for targets, names in (((second,), []), ((first, second), ["one"])):
+            async with open_door(*targets) as door:
+                listed = (await door.get("/v1/models")).json()["data"]
+                assert [one["id"] for one in listed] == [*names, "two", "b", "team/a"]
+                assert [one.get("parent") for one in listed] == [None] * len(targets) + ["two"] * 2
+                assert (await door.get("/v1/models/team/a")).json() == listed[-1]
+                for adapter in ("team/a", "b"):
+                    answer = await door.ask(CHAT, BODY | {"model": adapter})
+                    assert answer["model"] == adapter
+                    assert servers[1].engine.submitted[-1].adapter == adapter
+                error = await door.fails(CHAT, BODY | {"model": "c"})
+                assert (error["status"], error["code"]) == (404, "model_not_found")
 
 
 async def test_models_of_several_servers_are_chosen_by_name() -> None:

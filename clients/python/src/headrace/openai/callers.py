@@ -26,6 +26,7 @@ from headrace.model_card import ModelCard
 from headrace.openai.errors import ApiError
 from headrace.results import HealthStatus
 from headrace.v1.generation_pb2 import GenerationSpec
+from headrace.v1.model_service_pb2 import ADAPTER_STATE_LOADED
 
 CREDIT = 512
 """How many tokens of a request a server may send ahead of its reader."""
@@ -112,8 +113,9 @@ class Callers:
         self._numbers = itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def models(self, caller: Caller) -> list[ModelCard]:
-        """Returns the models that the servers report to this caller, without unreachable servers.
+    async def models(self, caller: Caller) -> dict[str, ModelCard]:
+        """Returns the models that the servers report to this caller, by target, without unreachable
+        servers.
 
         Raises:
             HeadraceError: no server can be asked.
@@ -128,7 +130,20 @@ class Callers:
         pairs = zip(self._targets, found, strict=True)
         self._cards = {target: one for target, one in pairs if isinstance(one, ModelCard)}
         self._cards_at = time.monotonic()
-        return list(self._cards.values())
+        return self._cards
+
+    async def adapters(self, target: str, card: ModelCard, caller: Caller) -> list[str]:
+        """Returns the names of a server's adapters that a caller may use. Requests can name them as
+        their model.
+
+        Raises:
+            HeadraceError: the server cannot be asked.
+        """
+        if "adapters" not in card.capabilities.names:
+            return []
+        async with self.line(target, caller) as line:
+            found = await line.client.adapters(timeout=5.0)
+        return [one.name for one in found if one.state == ADAPTER_STATE_LOADED]
 
     async def card(self, target: str, caller: Caller) -> ModelCard:
         """Returns the model card of a server, which may be some seconds old.
@@ -151,6 +166,9 @@ class Callers:
         await self._know(caller)
         for target, card in self._cards.items():
             if model and model in (card.name, *card.aliases):
+                return target
+        for target, card in self._cards.items() if model else ():
+            if model in await self.adapters(target, card, caller):  # of this caller: not kept
                 return target
         served = ", ".join(card.name for card in self._cards.values())
         said = f"there is no model {model[:100]!r}" if model else "model is missing"

@@ -169,12 +169,19 @@ class Door:
         return _json({"count": len(ids), "max_model_len": most, "tokens": ids})
 
     async def _models(self, request: Request) -> Response:
+        caller = self._guard.caller(request)
         try:
-            cards = await self._callers.models(self._guard.caller(request))
+            cards = await self._callers.models(caller)
+            named = [(name, one, {}) for one in cards.values() for name in (one.name, *one.aliases)]
+            for target, card in cards.items():
+                parent = {"parent": card.name}
+                adapters = await self._callers.adapters(target, card, caller)
+                named += [(name, card, parent) for name in adapters]
         except HeadraceError as error:
             raise from_headrace(error, {}) from None
-        found = {
-            name: {
+        found: dict[str, dict[str, Any]] = {}
+        for name, card, more in named:
+            model = {
                 "id": name,
                 "object": "model",
                 "created": self._created,
@@ -182,9 +189,7 @@ class Door:
                 "root": card.name,
                 "max_model_len": card.limits.max_context_tokens,
             }
-            for card in cards
-            for name in (card.name, *card.aliases)
-        }
+            found.setdefault(name, model | more)
         wanted = request.scope["path"].removeprefix("/v1/models").removeprefix("/")
         if not wanted:
             return _json({"object": "list", "data": list(found.values())})

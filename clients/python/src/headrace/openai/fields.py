@@ -63,7 +63,7 @@ def _refused(remedy: str, routes: tuple[Route, ...] = ROUTES) -> Field:
 
 FIELDS: dict[str, Field] = {
     # OpenAI's
-    "model": Field("a string", note="a name or alias of /v1/models; absent: the only model"),
+    "model": Field("a string", note="a name of /v1/models; absent: the only model"),
     "messages": Field("an array", note="parts of content are text alone", routes=_CHAT),
     "prompt": Field(
         "a string or an array",
