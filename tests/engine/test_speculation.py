@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +35,9 @@ from engine.contract.types import CallerKey, RequestId, TokenId
 from engine.core.engine_core import EngineCore
 from engine.drafts import drafter
 from engine.drafts.draft_source import DraftSource, Guess
+from engine.drafts.row_costs import RowTimes
 from engine.drafts.suffix_index import SharedIndexes
+from engine.loading import running
 from engine.scheduler.base import Scheduler
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
@@ -415,6 +418,21 @@ def test_every_family_equals_generate_with_drafts(
     forced.vocab_size = VOCAB
     check_every_mode(model, loaded, attention, speculation="history")
     assert forced.num_kept > 5 * NEW_TOKENS
+
+
+def test_rows_are_timed_in_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The OpenMP threads of one that lives on would make others' steps slower."""
+    timed: list[threading.Thread] = []
+    measure = running.measure_rows
+
+    def watched(*given: Any, **more: Any) -> RowTimes:
+        timed.append(threading.current_thread())
+        return measure(*given, **more)
+
+    monkeypatch.setattr(running, "measure_rows", watched)
+    built(engine.load(str(DEMO), dtype="float32", threads=1), speculation="auto")
+    assert len(timed) == 1
+    assert not timed[0].is_alive()
 
 
 @pytest.mark.parametrize(
