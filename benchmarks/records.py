@@ -29,7 +29,13 @@ class Record:
     def __init__(
         self, path: Path | None, kind: str, about: Mapping[str, Any], *, is_told: bool = False
     ) -> None:
-        """Create a record. about: when, where and of what it is."""
+        """Create a record. about: when, where and of what it is.
+
+        Raises:
+            SystemFailure: the path is not that of a file. A device would be replaced by one.
+        """
+        if path is not None and path.exists() and not path.is_file():
+            raise SystemFailure(f"{path} is there and is no file; name another for the record")
         self.path = path
         self.is_told = is_told
         self.data: dict[str, Any] = {"format": FORMAT, "kind": kind, **about}

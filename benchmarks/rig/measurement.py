@@ -133,10 +133,10 @@ class Measurement:
             },
         }
         is_told = self.table is None and self.render is None
-        record = Record(options.output, self.name, about, is_told=is_told)
-        if self.resumes and options.resume and not record.resume(self.resumes):
-            sys.exit(f"{record.path} is of another commit, or of other options")
         try:
+            record = Record(options.output, self.name, about, is_told=is_told)
+            if self.resumes and options.resume and not record.resume(self.resumes):
+                sys.exit(f"{record.path} is of another commit, or of other options")
             self.measure(options, record)
         except SystemFailure as failure:
             sys.exit(f"{self.name}: {failure}")
