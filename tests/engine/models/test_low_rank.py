@@ -19,7 +19,7 @@ def adapter(rank: int, inputs: int, outputs: int, dtype: torch.dtype, seed: int)
     a, b = (torch.randn((rank, n), generator=generator).to(dtype) for n in (inputs, outputs))
     weights = AdapterWeights({PATH: LowRankPart(a, b, 0.75)}, {}, 0)
     weights.tensors = a, b  # type: ignore[attr-defined]
-    return Adapter(f"a{seed}", bytes([seed]) * 32, rank, 0, 1, weights)
+    return Adapter(f"a{seed}", bytes([seed]) * 32, rank, 0, 1, "", weights)
 
 
 def rows_of(adapters: list[Adapter | None]) -> AdapterRows | None:

@@ -30,6 +30,7 @@ STATS = EngineStats(
     grammar_draft_tokens=1022, accepted_grammar_draft_tokens=1023,
     states_total=60, states_used=36, states_kept=18, state_copies=1024, state_evictions=1025,
     prefix_tokens_without_state=1026,
+    adapters=3, adapter_bytes=5 << 20, adapter_loads=1027, adapter_evictions=1028,
     callers=(CallerStats(CallerKey("search"), 1.0, 41, 42, 1012),),
     other_callers=CallerStats(running=43, waiting=44, service=1013),
 )  # fmt: skip
@@ -54,6 +55,10 @@ SHOWN = {
     "headrace_states_copies_total": r"([\d.]+) were kept",
     "headrace_states_evictions_total": r"([\d.]+) gave way",
     "headrace_prefix_cache_without_state_total": r"([\d.]+) prompt tokens found no state",
+    "headrace_adapters": r"adapters\s+([\d.]+) loaded",
+    "headrace_adapters_memory_bytes": r"loaded \(([\d.]+) MiB\)",
+    "headrace_adapters_loads_total": r"([\d.]+) loads",
+    "headrace_adapters_evictions_total": r"([\d.]+) gave way to others",
     "headrace_prefix_cache_hits_total": r"([\d.]+) of \d+ prompt tokens",
     "headrace_prefix_cache_queries_total": r"of ([\d.]+) prompt tokens",
     "headrace_steps_total": r"([\d.]+) steps,",
@@ -85,7 +90,11 @@ SHOWN = {
     "headrace_server_phase": r"at \S+  {headrace_server_phase}(\n)",
 }
 """Where `top` shows a gauge or counter; attributes stand in braces."""
-SCALES = {"headrace_requests_bytes": 2**-20, "headrace_kv_cache_usage": 100}
+SCALES = {
+    "headrace_requests_bytes": 2**-20,
+    "headrace_adapters_memory_bytes": 2**-20,
+    "headrace_kv_cache_usage": 100,
+}
 _DIFFERENT = r"(_bucket|_count|_sum|_created|_info)$|^headrace_openai_restarts_total$"
 """Of histograms, which have a time of their own: `top` shows the last step. The HTTP door is in no
 statistics of the contract.

@@ -35,6 +35,8 @@ _ARRANGED = pb.EngineStatistics.STEPS_WITH_DRAFTS_FIELD_NUMBER
 """The last of the engine's statistics that has a place of its own; later ones are shown by name."""
 _STATES = "headrace.states."
 """How the names of the statistics of states begin, which have a row of their own."""
+_ADAPTERS = "headrace.adapters"
+"""The name of the number of adapters, and how the names of the others begin."""
 _WITHOUT_STATE = "headrace.prefix_cache.without_state"
 _DRAFTED, _ACCEPTED = "headrace.tokens.drafted.", "headrace.tokens.drafts_accepted."
 """How the names of the statistics by source begin, which are shown with the others of drafts."""
@@ -263,6 +265,7 @@ def _engine_rows(table: Table, found: pb.Statistics) -> None:
     )
     others = {name: value for name, value in engine.others.items() if value}
     _state_row(table, others)
+    _adapter_row(table, others)
     if engine.draft_tokens:
         table.add_row(
             "guessed",
@@ -290,6 +293,17 @@ def _state_row(table: Table, others: dict[str, float]) -> None:
             "states",
             f"{_bar(used, kept, total, 'states')}; {copies} were kept, {evicted} gave way; "
             f"{missed} prompt tokens found no state",
+        )
+
+
+def _adapter_row(table: Table, others: dict[str, float]) -> None:
+    """The same for the numbers of adapters."""
+    names = ("", ".memory", ".loads", ".evictions")
+    count, size, loads, evicted = (int(others.pop(_ADAPTERS + one, 0)) for one in names)
+    if count or loads:
+        table.add_row(
+            "adapters",
+            f"{count} loaded ({size / 2**20:.1f} MiB); {loads} loads, {evicted} gave way to others",
         )
 
 
