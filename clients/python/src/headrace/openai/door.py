@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from headrace._trace import serving_span
 from headrace.errors import HeadraceError
+from headrace.model_card import ModelCard
 from headrace.openai import asked
 from headrace.openai.bodies import Bodies
 from headrace.openai.callers import Callers
@@ -172,7 +173,9 @@ class Door:
         caller = self._guard.caller(request)
         try:
             cards = await self._callers.models(caller)
-            named = [(name, one, {}) for one in cards.values() for name in (one.name, *one.aliases)]
+            named: list[tuple[str, ModelCard, dict[str, str]]] = [
+                (name, one, {}) for one in cards.values() for name in (one.name, *one.aliases)
+            ]
             for target, card in cards.items():
                 parent = {"parent": card.name}
                 adapters = await self._callers.adapters(target, card, caller)
