@@ -131,7 +131,8 @@ bool is_scaled_by_row(const LinearWeight& weight) {
 bool is_turned(const LinearWeight& weight) { return weight.bits == 8 || (weight.bits && !PAIRS); }
 
 // Whether int4 are multiplied as the codes that lie there, in their places in a lane: they are masked and
-// converted, and neither shifted nor lowered by 8. The 8 go out with the sums of x.
+// converted, and neither shifted nor lowered by 8. A group's sums begin with -8 times its sum of x, unless
+// there are minima, which hold that already.
 bool keeps_codes(const LinearWeight& weight) { return !PAIRS && weight.bits == 4; }
 
 bool needs_sums(const LinearWeight& weight) { return weight.minima || keeps_codes(weight); }

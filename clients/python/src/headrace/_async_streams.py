@@ -28,7 +28,8 @@ from headrace.v1.generation_service_pb2 import (
 
 _log = logging.getLogger("headrace")
 _REFUSAL_S = 5.0
-_OF_THE_QUESTION = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+_NO_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+"""What GetResult without an id may end with where its caller is served."""
 
 
 class AsyncReader(Protocol):
@@ -127,7 +128,7 @@ async def _refusal(generation: Any, metadata: Any) -> aio.AioRpcError | None:
             GetResultRequest(), timeout=_REFUSAL_S, metadata=with_trace(metadata)
         )
     except aio.AioRpcError as error:
-        if error.code() not in _OF_THE_QUESTION:
+        if error.code() not in _NO_REFUSALS:
             return error.with_traceback(None)
     return None
 
