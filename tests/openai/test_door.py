@@ -12,12 +12,13 @@ import pytest
 from headrace.openai import door as door_module
 from headrace.openai.replies import dumps, dumps_in_pieces
 from headrace.v1 import control_service_pb2 as control_pb
+from headrace.v1 import generation_service_pb2 as rpc
 
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.openai.doors import USER, OpenDoor, data_of, open_door
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info, says
-from tests.service.helpers import DEADLINE_S, Harness, serving, until
+from tests.service.helpers import DEADLINE_S, Harness, serving, spec, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODY: dict[str, Any] = {"messages": USER}
@@ -196,6 +197,15 @@ async def test_adapters_are_models() -> None:
                     assert servers[1].engine.submitted[-1].adapter == adapter
                 error = await door.fails(CHAT, BODY | {"model": "c"})
                 assert (error["status"], error["code"]) == (404, "model_not_found")
+        fake = servers[1].engine
+        await fake.pause()
+        await servers[1].generation.AddRequest(rpc.AddRequestRequest(spec=spec(adapter="b")))
+        await servers[1].control.UnloadAdapter(control_pb.UnloadAdapterRequest(name="b"))
+        async with open_door(second) as door:  # a request has it, others cannot name it
+            assert {one.state for one in fake.adapters.told()} == {"loaded", "unloading"}
+            listed = (await door.get("/v1/models")).json()["data"]
+            assert [one["id"] for one in listed] == ["two", "team/a"]
+        await fake.resume()
 
 
 async def test_models_of_several_servers_are_chosen_by_name() -> None:

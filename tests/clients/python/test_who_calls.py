@@ -12,6 +12,7 @@ import headrace
 import pytest
 from headrace import AsyncClient, Client
 from headrace.cli.app import app
+from headrace.v1.generation_service_pb2 import StreamResultResponse
 from typer.testing import CliRunner
 
 from tests.service.certificates import make_certificate, needs_openssl
@@ -147,6 +148,28 @@ async def test_a_session_whose_refusal_grpc_forgot_is_told_why(
                     with pytest.raises(error) as caught:
                         await session.submit("hi")
         assert (_CORE in str(caught.value)) == (caller == "alice")
+
+
+class _Cut(_Unwritten):
+    """The same, of a call that has brought something."""
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        yield StreamResultResponse()
+        async for response in super().__aiter__():
+            yield response
+
+
+async def test_a_session_that_was_served_is_not_asked_about() -> None:
+    asked: list[Any] = []
+    async with serving(FakeEngine()) as h, AsyncClient(h.server.addresses[0]) as client:
+        with pytest.MonkeyPatch.context() as patch:
+            generation = client._servers.link.generation
+            patch.setattr(generation, "StreamResult", _Cut)
+            patch.setattr(generation, "GetResult", lambda *given, **more: asked.append(given))
+            async with client.session() as session:
+                with pytest.raises(headrace.UnavailableError, match=_CORE):
+                    await session.submit("hi")
+    assert not asked
 
 
 def port_of(h: Harness) -> str:

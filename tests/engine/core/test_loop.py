@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from engine.contract.adapters import Adapter
 from engine.contract.errors import EngineUnavailableError, QueueFullError, UnsupportedFeatureError
+from engine.contract.loaded_adapters import AdapterBounds
 from engine.contract.outputs import FinishReason
 from engine.contract.request import MatcherFactory, RequestStatus
 from engine.contract.sampling_params import GrammarKind, GrammarParams
@@ -470,6 +472,29 @@ def test_a_pause_takes_no_step_and_carries_out_commands(rig: Rig, steps: Steps) 
     last = list(rig.manager.request_id_iter("a"))[-1]
     assert last.generated_tokens == expected_tokens([1], 600)
     rig.loop.resume()  # again: harmless
+
+
+def test_requests_of_an_adapter_that_has_come_back_go_on(rig: Rig) -> None:
+    """Those of one that is gone are cancelled."""
+    adapters, bounds = rig.loop._limits.adapters, AdapterBounds(100, 10)
+    one = Adapter("one", bytes(32), 8, 1, 1, "", None)
+    adapters.put(one, bounds)
+    rig.loop.pause().result(WAIT)
+    rig.manager.add_request([1], request_id="a", max_new_tokens=4, adapter="one")
+    assert adapters.remove("one") == (one,)
+    adapters.put(one, bounds)
+    rig.loop.cancel_of([one])
+    rig.loop.resume()
+    assert result(rig.manager, "a").status is RequestStatus.FINISHED
+    rig.loop.pause().result(WAIT)
+    rig.manager.add_request([1], request_id="b", max_new_tokens=4, adapter="one")
+    rig.manager.add_request([1], request_id="c", max_new_tokens=4)
+    adapters.remove("one")
+    rig.loop.cancel_of([one])
+    assert result(rig.manager, "b").status is RequestStatus.CANCELLED
+    assert not adapters.told()
+    rig.loop.resume()
+    assert result(rig.manager, "c").status is RequestStatus.FINISHED
 
 
 def test_time_limits_end_requests_in_a_pause_on_time(rig: Rig, steps: Steps) -> None:

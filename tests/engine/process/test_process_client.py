@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from engine.contract.adapters import AdapterInfo, AdapterLoad, AdapterLoaded
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
 from engine.contract.errors import (
     AdapterExistsError,
@@ -465,3 +467,24 @@ async def test_options_cross_or_are_refused() -> None:
     assert messages.batching_config({**options, "use_cuda_graph": [False, True]}) == config
     with pytest.raises(ConfigError, match="decode_compile_config"):
         messages.options_of(ContinuousBatchingConfig(decode_compile_config=object()))
+
+
+async def test_a_later_process_loads_what_the_one_before_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With its digest, so that other content is found; not what gave way or was unloaded."""
+    client = ProcessEngineClient(DEMO, CONFIG, LoadConfig(threads=1))
+
+    async def answer(verb: object, *given: Any) -> object:
+        if isinstance(given[0], str):
+            return 0
+        name = given[0].name
+        return AdapterLoaded(
+            AdapterInfo(name=name, digest=f"of {name}"), ("a",) if name == "c" else ()
+        )
+
+    monkeypatch.setattr(client, "_call", answer)
+    for name in "abc":
+        await client.load_adapter(AdapterLoad(name=name, source="s"))
+    await client.unload_adapter("b", None)
+    assert client._starting().adapters == (AdapterLoad(name="c", source="s", digest="of c"),)

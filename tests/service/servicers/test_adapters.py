@@ -278,6 +278,22 @@ async def test_pages_do_not_repeat_or_skip_what_stays() -> None:
         assert (len(whole.adapters), whole.next_page_token) == (6, "")
 
 
+async def test_a_page_may_end_between_two_contents_of_a_name() -> None:
+    async with serving(engine(script=says("x", eos=False), auto=False)) as h:
+        await load(h, "a", "v1")
+        session = h.session()
+        await session.add(spec(request_id="r", adapter="a"))
+        await session.read()
+        await load(h, "a", "v2", replace=True)
+        found, token = [], ""
+        for _ in range(2):
+            request = models.ListAdaptersRequest(page_size=1, page_token=token)
+            answer = await h.models.ListAdapters(request)
+            found += [one.digest for one in answer.adapters]
+            token = answer.next_page_token
+        assert (found, token) == (sorted(map(digest_of, ("v1", "v2"))), "")
+
+
 @pytest.mark.parametrize("token", ["r7", "/", "00/", "g/a", "\n", "/" * 200])
 async def test_tokens_that_are_of_no_page(token: str) -> None:
     async with serving(engine()) as h:
