@@ -32,9 +32,9 @@ class Record:
         """Create a record. about: when, where and of what it is.
 
         Raises:
-            SystemFailure: the path is not that of a file. A device would be replaced by one.
+            SystemFailure: the path is that of a device. A file would take its place.
         """
-        if path is not None and path.exists() and not path.is_file():
+        if path is not None and path.exists() and not (path.is_file() or path.is_dir()):
             raise SystemFailure(f"{path} is there and is no file; name another for the record")
         self.path = path
         self.is_told = is_told

@@ -143,6 +143,7 @@ def in_state(target: str, state: str) -> Iterator[headrace.Client]:
     if state == "idle" or state == "several idle":
         client.generate("a b")
     elif state == "call":
+        client.generate("a b")  # a fork while it connects may break the call, which is tried again
         threading.Thread(target=waiting, args=[client], daemon=True).start()
         while not list(client._servers.links[0].open_calls):
             time.sleep(0.001)
