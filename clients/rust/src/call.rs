@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tonic::{Code, Response, Status};
 
-use crate::error::Error;
+use crate::error::{ADAPTER_NOT_LOADED, Error};
 use crate::placement::PrefixKeys;
 use crate::pool::{PATIENCE, Pool, Server};
 use crate::request::random;
@@ -43,6 +43,8 @@ pub(crate) struct Attempts {
     sticks: bool,
     same: Option<Arc<Server>>,
     tried: HashSet<u64>,
+    /// Those that have said that they lack the request's adapter.
+    lacking: HashSet<u64>,
     pauses: u32,
     /// It has waited for room once; now it may ask.
     full: bool,
@@ -64,11 +66,18 @@ impl Attempts {
             sticks: false,
             same: None,
             tried: HashSet::new(),
+            lacking: HashSet::new(),
             pauses: 0,
             full: false,
             began: None,
             deadline,
         }
+    }
+
+    /// Has what failed not tried again.
+    pub(crate) fn once(mut self) -> Self {
+        self.left = 0;
+        self
     }
 
     pub(crate) fn sticking(mut self) -> Self {
@@ -101,10 +110,10 @@ impl Attempts {
         if let Some(same) = &self.same {
             return Ok(Look::Go(Arc::clone(same)));
         }
-        if let Some(server) = state.choose(self.keys.as_ref(), &self.tried, self.full) {
+        if let Some(server) = state.choose(self.keys.as_ref(), &self.tried, &self.lacking, self.full) {
             return Ok(Look::Go(server));
         }
-        if let Some(room_in) = state.room_in() {
+        if let Some(room_in) = state.room_in(&self.lacking) {
             self.full = true;
             return Ok(Look::Wait(room_in));
         }
@@ -123,6 +132,12 @@ impl Attempts {
     }
 
     fn pause(&mut self, at: &Server, error: &Error) -> Option<Duration> {
+        if error.reason() == ADAPTER_NOT_LOADED {
+            self.same = None;
+            self.lacking.insert(at.id);
+            // Each server is asked once: that is no retry.
+            return self.pool.lock().room_in(&self.lacking).map(|_| Duration::ZERO);
+        }
         if !error.is_worth_a_retry() || self.left == 0 || self.pool.lock().closed {
             if error.code() == Code::Unavailable {
                 self.pool.set_aside(at.id, error);
@@ -142,7 +157,7 @@ impl Attempts {
         self.same = None;
         self.pool.note_failure(at.id, error);
         self.tried.insert(at.id);
-        let other = self.pool.lock().choose(self.keys.as_ref(), &self.tried, false);
+        let other = self.pool.lock().choose(self.keys.as_ref(), &self.tried, &self.lacking, false);
         if may_now && other.is_some_and(|other| !self.tried.contains(&other.id)) {
             return Some(Duration::ZERO);
         }
@@ -229,5 +244,46 @@ impl Pool {
             Ok(answer) => Ok(answer.into_inner()),
             Err(status) => Err(Error::from_call(&status, &server.name()).of(&about.request_id)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Client;
+    use crate::pool::Readiness;
+    use crate::proto::google::rpc;
+    use prost::Message as _;
+
+    fn adapter_not_loaded() -> Error {
+        let info = rpc::ErrorInfo { reason: ADAPTER_NOT_LOADED.to_owned(), ..Default::default() };
+        let packed = prost_types::Any {
+            type_url: "type.googleapis.com/google.rpc.ErrorInfo".to_owned(),
+            value: info.encode_to_vec(),
+        };
+        Error::from_rpc(&rpc::Status { code: Code::NotFound as i32, message: String::new(), details: vec![packed] })
+    }
+
+    #[tokio::test]
+    async fn a_server_without_the_adapter_is_not_asked_again() {
+        let client = Client::connect("unix:/a,unix:/b").unwrap();
+        let pool = &client.inner.pool;
+        pool.lock().entries.iter_mut().for_each(|entry| entry.state = Readiness::Ready);
+        let mut tries = Attempts::new(pool, None, None).once();
+        let mut asked = HashSet::new();
+        for is_last in [false, true] {
+            let visit = tries.next().await.unwrap();
+            assert!(asked.insert(visit.server.id));
+            let told = tries.failed(&visit.server, adapter_not_loaded()).await;
+            assert_eq!(told.err().map(|error| error.reason().to_owned()), is_last.then(|| ADAPTER_NOT_LOADED.into()));
+        }
+    }
+
+    #[tokio::test]
+    async fn one_server_without_the_adapter_is_asked_once() {
+        let client = Client::connect("unix:/a").unwrap();
+        let mut tries = Attempts::new(&client.inner.pool, None, None);
+        let visit = tries.next().await.unwrap();
+        assert!(tries.failed(&visit.server, adapter_not_loaded()).await.is_err());
     }
 }

@@ -57,6 +57,7 @@ struct Detail {
     partial: Option<Completion>,
 }
 
+pub(crate) const ADAPTER_NOT_LOADED: &str = "ADAPTER_NOT_LOADED";
 pub(crate) const WRONG_INSTANCE: &str = "WRONG_INSTANCE";
 const MOVED: &str = "REQUEST_MOVED";
 

@@ -16,6 +16,8 @@ use crate::request::Request;
 use crate::result::Token;
 use crate::transport::HealthRequest;
 
+/// The most that the contract has on a page.
+const PAGE_SIZE: u32 = 1000;
 const READY_PAUSE: Duration = Duration::from_millis(200);
 
 impl Client {
@@ -28,6 +30,26 @@ impl Client {
         let message = proto::GetModelRequest::default();
         let send = |server: Arc<Server>, request| async move { server.connection.models().get_model(request).await };
         Ok(self.anywhere(&message, send).await?.model.unwrap_or_default())
+    }
+
+    /// The adapters that the caller may use, by name; of several servers, those of one.
+    ///
+    /// # Errors
+    ///
+    /// The call failed; see [`Error`].
+    pub async fn adapters(&self) -> Result<Vec<proto::Adapter>, Error> {
+        let mut message = proto::ListAdaptersRequest { page_size: PAGE_SIZE, ..Default::default() };
+        let send =
+            |server: Arc<Server>, request| async move { server.connection.models().list_adapters(request).await };
+        let mut found = Vec::new();
+        loop {
+            let answer = self.anywhere(&message, send).await?;
+            found.extend(answer.adapters);
+            message.page_token = answer.next_page_token;
+            if message.page_token.is_empty() {
+                return Ok(found);
+            }
+        }
     }
 
     /// The token ids of a request's prompt, text or a conversation, exactly as the request would have them. What else the

@@ -351,11 +351,13 @@ impl Servers {
         }
     }
 
-    /// The server for a request; none: none is ready and has room.
+    /// The server for a request; none: none is ready and has room. One to avoid is better than none; one that lacks what
+    /// the request needs is not.
     pub(crate) fn choose(
         &mut self,
         keys: Option<&PrefixKeys>,
         avoid: &HashSet<u64>,
+        lacking: &HashSet<u64>,
         even_full: bool,
     ) -> Option<Arc<Server>> {
         if !self.many {
@@ -366,7 +368,7 @@ impl Servers {
             self.alone.iter().filter(|(_, (_, until))| *until < now).map(|(id, _)| id.clone()).collect();
         over.iter().for_each(|id| self.ended_alone(id));
         let pick = |fits: &dyn Fn(&Entry) -> bool| -> Vec<&Entry> {
-            self.entries.iter().filter(|entry| entry.state == Readiness::Ready && fits(entry)).collect()
+            self.ready(lacking).filter(|entry| fits(entry)).collect()
         };
         let is_avoided = |entry: &Entry| avoid.contains(&entry.server.id);
         let mut from = pick(&|entry| entry.has_room(now) && !is_avoided(entry));
@@ -396,11 +398,17 @@ impl Servers {
         servers.into_iter().nth(chosen)
     }
 
-    /// When a ready server has room, as these said; none: none is ready.
-    pub(crate) fn room_in(&self) -> Option<Duration> {
+    /// The ready servers without those that lack what a request needs.
+    fn ready(&self, lacking: &HashSet<u64>) -> impl Iterator<Item = &Entry> {
+        self.entries.iter().filter(|entry| entry.state == Readiness::Ready && !lacking.contains(&entry.server.id))
+    }
+
+    /// When a ready server has room, as these said; none: none is ready but those that lack what the request needs.
+    pub(crate) fn room_in(&self, lacking: &HashSet<u64>) -> Option<Duration> {
         let now = Instant::now();
-        let ready = self.entries.iter().filter(|entry| entry.state == Readiness::Ready);
-        ready.map(|entry| entry.full_until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now))).min()
+        self.ready(lacking)
+            .map(|entry| entry.full_until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now)))
+            .min()
     }
 
     /// Notes that a request goes to a server.

@@ -354,6 +354,8 @@ pub struct Accepted {
     pub sampling: Option<proto::SamplingOptions>,
     /// The limits in force.
     pub stop: Option<proto::StopOptions>,
+    /// The digest of its adapter's content, in hexadecimal. Empty: it has none.
+    pub adapter_digest: String,
 }
 
 impl Accepted {
@@ -366,6 +368,7 @@ impl Accepted {
             time: told.accept_time.and_then(|time| SystemTime::try_from(time).ok()),
             sampling: told.sampling,
             stop: told.stop,
+            adapter_digest: told.adapter_digest,
         }
     }
 }

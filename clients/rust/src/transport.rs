@@ -16,6 +16,7 @@ use tower::service_fn;
 
 use crate::error::Error;
 use crate::options::Settings;
+use crate::proto::control_service_client::ControlServiceClient;
 use crate::proto::generation_service_client::GenerationServiceClient;
 use crate::proto::model_service_client::ModelServiceClient;
 use crate::target::Address;
@@ -125,6 +126,12 @@ impl Connection {
 
     pub(crate) fn models(&self) -> ModelServiceClient<Channel> {
         ModelServiceClient::new(self.channel.clone())
+            .max_decoding_message_size(self.max_message_bytes)
+            .max_encoding_message_size(self.max_message_bytes)
+    }
+
+    pub(crate) fn control(&self) -> ControlServiceClient<Channel> {
+        ControlServiceClient::new(self.channel.clone())
             .max_decoding_message_size(self.max_message_bytes)
             .max_encoding_message_size(self.max_message_bytes)
     }

@@ -2,13 +2,15 @@
 
 use std::time::Duration;
 
-use headrace::{BatchOptions, Client, Error, Format, Message, Request, Role, SessionOptions, Tool, ToolCall, ToolMode};
+use headrace::{
+    BatchOptions, Client, Error, Format, LoadOptions, Message, Request, Role, SessionOptions, Tool, ToolCall, ToolMode,
+};
 use opentelemetry::Context;
 use opentelemetry::trace::{SpanContext, SpanId, TraceContextExt as _, TraceFlags, TraceId, TraceState};
 use serde_json::Value;
 
 /// The members that this driver knows; another one is of a newer protocol.
-const MEMBERS: [&str; 31] = [
+const MEMBERS: [&str; 35] = [
     "id",
     "op",
     "client",
@@ -40,6 +42,10 @@ const MEMBERS: [&str; 31] = [
     "cancel",
     "statuses",
     "patiently",
+    "name",
+    "source",
+    "pinned",
+    "replace",
 ];
 
 /// One line.
@@ -133,6 +139,10 @@ impl Command {
         }
     }
 
+    pub(crate) fn load_options(&self) -> LoadOptions {
+        LoadOptions::new().pinned(self.flag("pinned")).replace(self.flag("replace"))
+    }
+
     pub(crate) fn request(&self) -> Request {
         request(&self.members["request"])
     }
@@ -209,6 +219,9 @@ fn request(given: &Value) -> Request {
     }
     if let Some(limit) = given["time_limit_ms"].as_u64() {
         made = made.time_limit(Duration::from_millis(limit));
+    }
+    if let Some(name) = text(given, "adapter") {
+        made = made.adapter(name);
     }
     if let Some(expected) = text(given, "prediction") {
         made = made.prediction(expected);

@@ -97,7 +97,7 @@ impl Driver {
         let is_of_stream = command.text("handle").is_some_and(|name| lock(&self.streams).contains_key(&name));
         let waits = match command.op.as_str() {
             "generate" | "read" | "result" | "leave" | "close_session" | "close_client" | "batch" | "add_request"
-            | "get_result" | "cancel_ids" => true,
+            | "get_result" | "cancel_ids" | "load_adapter" | "unload_adapter" | "adapters" => true,
             "cancel" => is_of_stream,
             _ => false,
         };
@@ -195,7 +195,7 @@ impl Driver {
     /// What waits, for as long as it may.
     async fn in_time(&self, command: &Command, chunks: &Mutex<Vec<Value>>) -> Told {
         let told = self.wait_for(command, chunks).with_context(command.trace());
-        match command.number("timeout_ms") {
+        match command.number("timeout_ms").filter(|_| command.op != "unload_adapter") {
             None => told.await,
             Some(limit) => tokio::time::timeout(Duration::from_millis(limit), told)
                 .await
@@ -262,6 +262,22 @@ impl Driver {
             "get_result" => {
                 let id = command.text("request_id").unwrap_or_default();
                 Ok(telling::result(&client()?.result(id).await?))
+            }
+            "load_adapter" => {
+                let name = command.text("name").unwrap_or_default();
+                let source = command.text("source").unwrap_or_default();
+                let control = client()?.control()?;
+                Ok(telling::loaded(&control.load_adapter(name, source, command.load_options()).await?))
+            }
+            "unload_adapter" => {
+                let grace = command.number("timeout_ms").map(Duration::from_millis);
+                let control = client()?.control()?;
+                let live = control.unload_adapter(command.text("name").unwrap_or_default(), grace).await?;
+                Ok(json!({"live": live}))
+            }
+            "adapters" => {
+                let found = client()?.adapters().await?;
+                Ok(json!({"adapters": found.iter().map(telling::adapter).collect::<Vec<_>>()}))
             }
             _ => {
                 let statuses = client()?.cancel(command.texts("request_ids")).await?;

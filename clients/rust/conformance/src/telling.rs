@@ -1,5 +1,6 @@
 //! What the library gave, in the protocol's form.
 
+use headrace::proto::{self, AdapterState};
 use headrace::{Choice, Chunk, Code, Completion, Error, Outcome, Token, Usage};
 use serde_json::{Value, json};
 
@@ -79,10 +80,29 @@ fn choice(one: &Choice) -> Value {
 
 pub(crate) fn result(told: &Completion) -> Value {
     let seed = told.accepted.as_ref().and_then(|accepted| accepted.sampling.as_ref()?.seed);
+    let digest = told.accepted.as_ref().map(|accepted| &accepted.adapter_digest);
     json!({
-        "request_id": told.request_id, "seed": seed.map(|seed| seed.to_string()), "usage": usage(&told.usage),
+        "request_id": told.request_id, "seed": seed.map(|seed| seed.to_string()), "adapter_digest": digest,
+        "usage": usage(&told.usage),
         "choices": told.choices.iter().map(choice).collect::<Vec<_>>(),
     })
+}
+
+pub(crate) fn adapter(one: &proto::Adapter) -> Value {
+    let state = match one.state() {
+        AdapterState::Loading => "loading",
+        AdapterState::Loaded => "loaded",
+        AdapterState::Unloading => "unloading",
+        AdapterState::Unspecified => "unknown",
+    };
+    json!({
+        "name": one.name, "digest": one.digest, "rank": one.rank, "bytes": one.size_bytes, "modules": one.modules,
+        "state": state, "pinned": one.pinned, "live": one.live_requests, "base_model": one.base_model,
+    })
+}
+
+pub(crate) fn loaded(told: &proto::LoadAdapterResponse) -> Value {
+    json!({"adapter": told.adapter.as_ref().map(adapter), "evicted": told.evicted})
 }
 
 pub(crate) fn error(told: &Error) -> Value {

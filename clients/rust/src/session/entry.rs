@@ -44,6 +44,8 @@ pub(super) struct Entry {
     /// Until when the server that it was lost with may have it: how long its lease is.
     pub(super) lost_until: Instant,
     pub(super) asked: HashSet<u64>,
+    /// The servers that have said that they lack its adapter.
+    pub(super) lacking: HashSet<u64>,
     pub(super) ask_until: Instant,
     /// Grows when it is sent or begins to wait: what was to be done before is void.
     pub(super) turn: u64,
@@ -69,6 +71,7 @@ impl Entry {
             reattached: 0,
             lost_until: now,
             asked: HashSet::new(),
+            lacking: HashSet::new(),
             ask_until: now + PATIENCE,
             turn: 0,
         }

@@ -15,8 +15,8 @@ use super::entry::FIRST_REATTACH;
 use super::state::{Act, Shared, State};
 use super::wire::Wire;
 use crate::call::pause_after;
-use crate::error::{Error, ErrorKind, WRONG_INSTANCE};
-use crate::pool::{PATIENCE, Server};
+use crate::error::{ADAPTER_NOT_LOADED, Error, ErrorKind, WRONG_INSTANCE};
+use crate::pool::{PATIENCE, Server, Servers};
 use crate::proto;
 use crate::proto::stream_result_request::Command;
 use crate::request::random;
@@ -39,12 +39,12 @@ impl State {
         let avoided: HashSet<u64> = avoid.into_iter().collect();
         let mut pool = shared.client.pool.lock();
         let mut room_in = None;
-        let mut chosen = pool.choose(entry.keys.as_ref(), &avoided, false);
+        let mut chosen = pool.choose(entry.keys.as_ref(), &avoided, &entry.lacking, false);
         if chosen.is_none() {
-            room_in = pool.room_in();
+            room_in = pool.room_in(&entry.lacking);
             let is_too_late = |wait| entry.give_up_at.is_some_and(|until| Instant::now() + wait > until);
             if room_in.is_some_and(is_too_late) {
-                chosen = pool.choose(entry.keys.as_ref(), &avoided, true);
+                chosen = pool.choose(entry.keys.as_ref(), &avoided, &entry.lacking, true);
             }
         }
         if let Some(server) = &chosen {
@@ -179,6 +179,7 @@ impl State {
             }
             Code::AlreadyExists if entry.losses > 0 => self.attach_at(shared, &server, key), // it had arrived after all
             Code::ResourceExhausted if may_wait => self.find_room(shared, at, key, error),
+            _ if error.reason() == ADAPTER_NOT_LOADED && !entry.cancelled => self.find_adapter(shared, at, key, error),
             Code::Unavailable if moves_on => self.send_again(shared, key, at, &error),
             _ => self.fail(shared, key, error),
         }
@@ -192,7 +193,9 @@ impl State {
         if pool.many {
             pool.note_failure(at, &error);
             let mut state = pool.lock();
-            let other = state.budget.failed().then(|| state.choose(entry.keys.as_ref(), &HashSet::from([at]), false));
+            let choose =
+                |state: &mut Servers| state.choose(entry.keys.as_ref(), &HashSet::from([at]), &entry.lacking, false);
+            let other = state.budget.failed().then(|| choose(&mut state));
             drop(state);
             if other.flatten().is_some_and(|other| other.id != at) {
                 return self.place(shared, key, Some(at));
@@ -202,6 +205,18 @@ impl State {
             self.fail(shared, key, error);
         } else {
             self.wait(shared, key, advice);
+        }
+    }
+
+    /// Sends a request at once to a server that has not said that it lacks the adapter; each is asked once.
+    fn find_adapter(&mut self, shared: &Arc<Shared>, at: u64, key: u64, error: Error) {
+        let Some(entry) = self.live.get_mut(&key) else { return };
+        entry.lacking.insert(at);
+        let is_another_ready = shared.client.pool.lock().room_in(&entry.lacking).is_some();
+        if is_another_ready {
+            self.place(shared, key, None);
+        } else {
+            self.fail(shared, key, error);
         }
     }
 
