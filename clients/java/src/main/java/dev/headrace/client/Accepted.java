@@ -16,6 +16,7 @@ import java.util.OptionalLong;
  * @param time when it was accepted, by the server's clock, if that was told
  * @param sampling the values in force
  * @param stop the limits in force
+ * @param adapterDigest the digest of its adapter's content, in hexadecimal; empty: it has none
  */
 public record Accepted(
     String requestId,
@@ -24,7 +25,8 @@ public record Accepted(
     int choices,
     Optional<Instant> time,
     SamplingOptions sampling,
-    StopOptions stop) {
+    StopOptions stop,
+    String adapterDigest) {
 
   /**
    * The seed in force, if it was told.
@@ -47,6 +49,7 @@ public record Accepted(
                     told.getAcceptTime().getSeconds(), told.getAcceptTime().getNanos()))
             : Optional.empty(),
         told.getSampling(),
-        told.getStop());
+        told.getStop(),
+        told.getAdapterDigest());
   }
 }

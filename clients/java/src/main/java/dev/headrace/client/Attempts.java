@@ -18,6 +18,7 @@ final class Attempts {
   private final PrefixKeys keys;
   private final boolean sticks; // the server of a lost connection is asked again: it may have it
   private final Set<Server> tried = new HashSet<>();
+  private final Set<Server> lacking = new HashSet<>(); // which said that they lack the adapter
   private final long began = System.nanoTime();
   private int left;
   private Server same;
@@ -47,12 +48,12 @@ final class Attempts {
       if (pool.isClosed()) {
         return CompletableFuture.failedFuture(HeadraceException.closed("the client"));
       }
-      Server one = same != null ? same : pool.choose(keys, tried, full);
+      Server one = same != null ? same : pool.choose(keys, tried, lacking, full);
       if (one != null) {
         pool.begun(one);
         return CompletableFuture.completedFuture(one);
       }
-      long pause = pool.roomIn();
+      long pause = pool.roomIn(lacking);
       if (pause >= 0) {
         full = true;
       } else {
@@ -84,6 +85,11 @@ final class Attempts {
 
   /** How long to wait; negative: it is not tried again. The pool's lock is held. */
   private long pause(Server at, HeadraceException error) {
+    if (error.lacksAdapter()) { // each server is asked once: that is no retry
+      same = null;
+      lacking.add(at);
+      return pool.roomIn(lacking) < 0 ? -1 : 0;
+    }
     if (!error.isWorthARetry() || left == 0 || pool.isClosed()) {
       if (error.code() == Status.Code.UNAVAILABLE) {
         pool.setAside(at, error);
@@ -103,7 +109,7 @@ final class Attempts {
     same = null;
     pool.noteFailure(at, error);
     tried.add(at);
-    Server other = pool.choose(keys, tried, false);
+    Server other = pool.choose(keys, tried, lacking, false);
     if (mayNow && other != null && !tried.contains(other)) {
       return 0;
     }

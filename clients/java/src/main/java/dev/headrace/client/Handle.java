@@ -37,6 +37,7 @@ public final class Handle extends Generation {
   boolean wasLost; // whether its stream was
   private long lostUntil; // until when the server that it was lost with may have it
   final Set<Server> asked = new HashSet<>();
+  final Set<Server> lacking = new HashSet<>(); // which said that they lack its adapter
   long askUntil;
   int turn; // grows when it is sent or begins to wait: what was to be done before is void
 

@@ -1,5 +1,6 @@
 package dev.headrace.client;
 
+import dev.headrace.v1.Adapter;
 import dev.headrace.v1.AddRequestRequest;
 import dev.headrace.v1.DetokenizeRequest;
 import dev.headrace.v1.GenerateRequest;
@@ -7,6 +8,7 @@ import dev.headrace.v1.GenerateStreamRequest;
 import dev.headrace.v1.GenerationServiceGrpc;
 import dev.headrace.v1.GenerationSpec;
 import dev.headrace.v1.GetModelRequest;
+import dev.headrace.v1.ListAdaptersRequest;
 import dev.headrace.v1.ModelCard;
 import dev.headrace.v1.ModelServiceGrpc;
 import dev.headrace.v1.TokenizeRequest;
@@ -19,6 +21,7 @@ import io.grpc.health.v1.HealthCheckResponse.ServingStatus;
 import io.grpc.health.v1.HealthGrpc;
 import java.nio.file.Path;
 import java.time.Duration;
+import java.util.ArrayList;
 import java.util.Collection;
 import java.util.HashSet;
 import java.util.Iterator;
@@ -45,6 +48,8 @@ public final class HeadraceClient implements AutoCloseable {
 
   /** The server of a client without a target, if the variable HEADRACE_TARGET is not set. */
   public static final String DEFAULT_TARGET = "127.0.0.1:50051";
+
+  private static final int PAGE_SIZE = 1000; // the most that the contract has on a page
 
   private final Settings settings;
   private final Threads threads;
@@ -479,8 +484,13 @@ public final class HeadraceClient implements AutoCloseable {
   /** A short call that any server may answer. */
   private <Q, A, T> CompletableFuture<T> ask(
       MethodDescriptor<Q, A> method, Q request, Function<A, T> read) {
+    return ask(method, request, settings.retries, read);
+  }
+
+  <Q, A, T> CompletableFuture<T> ask(
+      MethodDescriptor<Q, A> method, Q request, int retries, Function<A, T> read) {
     Context.CancellableContext context = shortCall();
-    Attempts tries = new Attempts(pool, null, settings.retries, false);
+    Attempts tries = new Attempts(pool, null, retries, false);
     return forUser(
         UnaryCall.begin(pool, method, request, "", tries, context)
             .thenApply(answer -> read.apply(answer.message())),
@@ -497,6 +507,44 @@ public final class HeadraceClient implements AutoCloseable {
         ModelServiceGrpc.getGetModelMethod(),
         GetModelRequest.getDefaultInstance(),
         answer -> answer.getModel());
+  }
+
+  /**
+   * The adapters that the caller may use, by name; of several servers, those of one.
+   *
+   * @return the contract's messages
+   */
+  public CompletableFuture<List<Adapter>> adapters() {
+    return adapters(new ArrayList<>(), "");
+  }
+
+  private CompletableFuture<List<Adapter>> adapters(List<Adapter> found, String page) {
+    ListAdaptersRequest request =
+        ListAdaptersRequest.newBuilder().setPageSize(PAGE_SIZE).setPageToken(page).build();
+    return ask(ModelServiceGrpc.getListAdaptersMethod(), request, Function.identity())
+        .thenCompose(
+            answer -> {
+              found.addAll(answer.getAdaptersList());
+              String next = answer.getNextPageToken();
+              return next.isEmpty()
+                  ? CompletableFuture.completedFuture(List.copyOf(found))
+                  : adapters(found, next);
+            });
+  }
+
+  /**
+   * What operators do at a server.
+   *
+   * @return the calls
+   * @throws HeadraceException if the client has several servers: make one of the address of that
+   *     which is meant
+   */
+  public Control control() {
+    if (pool.many) {
+      throw HeadraceException.invalid(
+          "target", "names several servers; control is of one, so make a client of its address");
+    }
+    return new Control(this);
   }
 
   /**

@@ -20,6 +20,8 @@ public final class HeadraceException extends RuntimeException {
   static final String REASON_MOVED = "REQUEST_MOVED";
   static final String REASON_WRONG_INSTANCE = "WRONG_INSTANCE";
 
+  private static final String REASON_ADAPTER_NOT_LOADED = "ADAPTER_NOT_LOADED";
+
   private static final Metadata.Key<byte[]> DETAILS =
       Metadata.Key.of("grpc-status-details-bin", Metadata.BINARY_BYTE_MARSHALLER);
   private static final Metadata.Key<String> PUSHBACK =
@@ -199,6 +201,11 @@ public final class HeadraceException extends RuntimeException {
     }
     return code == Status.Code.UNAVAILABLE
         || code == Status.Code.RESOURCE_EXHAUSTED && retryAfter != null;
+  }
+
+  /** Whether the server lacks the request's adapter, which another one may have. */
+  boolean lacksAdapter() {
+    return reason.equals(REASON_ADAPTER_NOT_LOADED);
   }
 
   /**

@@ -45,10 +45,10 @@ final class Moves {
     long in;
     Server at;
     synchronized (pool()) {
-      at = pool().choose(handle.keys, avoid, false);
-      in = at == null ? pool().roomIn() : 0;
+      at = pool().choose(handle.keys, avoid, handle.lacking, false);
+      in = at == null ? pool().roomIn(handle.lacking) : 0;
       if (at == null && in >= 0 && isTooLate(handle, in)) {
-        at = pool().choose(handle.keys, avoid, true);
+        at = pool().choose(handle.keys, avoid, handle.lacking, true);
       }
       if (at != null) {
         pool().begun(at);
@@ -179,6 +179,18 @@ final class Moves {
         && (pool().many || session.restarts)
         && handle.losses < mostTries()) {
       sendAgain(handle, at, error);
+    } else if (error.lacksAdapter() && !handle.cancelled) {
+      findAdapter(at, handle, error);
+    } else {
+      session.fail(handle, error);
+    }
+  }
+
+  /** Sends a request at once to a server that has not said that it lacks the adapter. */
+  private void findAdapter(Server at, Handle handle, HeadraceException error) {
+    handle.lacking.add(at);
+    if (pool().roomIn(handle.lacking) >= 0) {
+      place(handle, Set.of());
     } else {
       session.fail(handle, error);
     }
@@ -191,7 +203,7 @@ final class Moves {
       synchronized (pool()) {
         pool().noteFailure(at, error);
         if (pool().failedWithinBudget()) {
-          other = pool().choose(handle.keys, Set.of(at), false);
+          other = pool().choose(handle.keys, Set.of(at), handle.lacking, false);
         }
       }
       if (other != null && other != at) {

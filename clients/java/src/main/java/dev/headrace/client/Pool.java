@@ -426,8 +426,12 @@ final class Pool {
 
   // ---- which server a request goes to ----------------------------------------------------------
 
-  /** The server for a request; null: none is ready and has room. */
-  synchronized Server choose(PrefixKeys keys, Set<Server> avoid, boolean evenFull) {
+  /**
+   * The server for a request; null: none is ready and has room. One to avoid is better than none;
+   * one that lacks what the request needs is not.
+   */
+  synchronized Server choose(
+      PrefixKeys keys, Set<Server> avoid, Set<Server> lacking, boolean evenFull) {
     if (!many) {
       return servers.get(0);
     }
@@ -439,14 +443,14 @@ final class Pool {
                 endedAlone(one.getKey());
               }
             });
-    List<Server> from = ready(one -> one.hasRoom(now) && !avoid.contains(one));
+    List<Server> from = ready(lacking, one -> one.hasRoom(now) && !avoid.contains(one));
     if (from.isEmpty()) {
-      from = ready(one -> one.hasRoom(now));
+      from = ready(lacking, one -> one.hasRoom(now));
     }
     if (from.isEmpty() && evenFull) {
-      from = ready(one -> !avoid.contains(one));
+      from = ready(lacking, one -> !avoid.contains(one));
       if (from.isEmpty()) {
-        from = ready(one -> true);
+        from = ready(lacking, one -> true);
       }
     }
     if (from.isEmpty()) {
@@ -460,17 +464,19 @@ final class Pool {
     return from.stream().filter(one -> one.name().equals(chosen)).findFirst().orElseThrow();
   }
 
-  private List<Server> ready(Predicate<Server> fits) {
+  private List<Server> ready(Set<Server> lacking, Predicate<Server> fits) {
     return servers.stream()
-        .filter(one -> one.state == Server.State.READY && fits.test(one))
+        .filter(one -> one.state == Server.State.READY && !lacking.contains(one) && fits.test(one))
         .collect(Collectors.toList());
   }
 
-  /** In how many nanoseconds a ready server has room, as these said; negative: none is ready. */
-  synchronized long roomIn() {
+  /**
+   * In how many nanoseconds a ready server has room, as these said; negative: none is ready but
+   * those that lack what the request needs.
+   */
+  synchronized long roomIn(Set<Server> lacking) {
     long now = System.nanoTime();
-    return servers.stream()
-        .filter(one -> one.state == Server.State.READY)
+    return ready(lacking, one -> true).stream()
         .mapToLong(one -> Math.max(one.fullUntil - now, 0))
         .min()
         .orElse(-1);

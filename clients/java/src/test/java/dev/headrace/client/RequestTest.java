@@ -81,10 +81,11 @@ class RequestTest {
             .tools(List.of(new Tool("t", "", "{}")))
             .toolChoice(new ToolChoice(ToolChoice.Mode.AUTO))
             .priority(1)
+            .adapter("team-a")
             .build();
 
     assertEquals(
-        List.of("chat", "priorities", "tool_choice", "tools", "x"),
+        List.of("adapters", "chat", "priorities", "tool_choice", "tools", "x"),
         List.copyOf(Capabilities.of(request.spec(), List.of("x"))));
     assertTrue(Capabilities.of(Request.text("a").build().spec(), List.of()).isEmpty());
   }

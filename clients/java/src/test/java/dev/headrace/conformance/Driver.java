@@ -9,6 +9,7 @@ import com.google.gson.JsonParser;
 import dev.headrace.client.Batch;
 import dev.headrace.client.BatchOptions;
 import dev.headrace.client.Chunk;
+import dev.headrace.client.Control;
 import dev.headrace.client.Generation;
 import dev.headrace.client.GenerationStream;
 import dev.headrace.client.Handle;
@@ -29,11 +30,15 @@ import java.io.InputStreamReader;
 import java.io.PrintStream;
 import java.nio.charset.StandardCharsets;
 import java.nio.file.Path;
+import java.time.Duration;
 import java.util.HashMap;
 import java.util.Iterator;
 import java.util.Locale;
 import java.util.Map;
+import java.util.Optional;
 import java.util.Set;
+import java.util.concurrent.CompletableFuture;
+import java.util.concurrent.CompletionException;
 import java.util.concurrent.ConcurrentHashMap;
 import java.util.concurrent.ExecutorService;
 import java.util.concurrent.Executors;
@@ -57,7 +62,10 @@ public final class Driver {
           "batch",
           "add_request",
           "get_result",
-          "cancel_ids");
+          "cancel_ids",
+          "load_adapter",
+          "unload_adapter",
+          "adapters");
 
   private static final Set<String> MEMBERS =
       Set.of(
@@ -89,7 +97,11 @@ public final class Driver {
           "n",
           "chunks",
           "timeout_ms",
-          "cancel");
+          "cancel",
+          "name",
+          "source",
+          "pinned",
+          "replace");
 
   private static final Gson JSON =
       new GsonBuilder().serializeNulls().disableHtmlEscaping().create();
@@ -283,7 +295,7 @@ public final class Driver {
                 () -> told.add("lease_ms", JsonNull.INSTANCE));
         return told;
       case "close_session":
-        if (Forms.has(c, "cancel") && c.get("cancel").getAsBoolean()) {
+        if (Forms.flag(c, "cancel")) {
           session.close();
         } else {
           session.finish();
@@ -341,6 +353,41 @@ public final class Driver {
         told.add("statuses", statuses);
         return told;
       default:
+        return askOfAdapters(client, c);
+    }
+  }
+
+  /** Waits for a future of the library's, whose error is told as its own. */
+  private static <T> T await(CompletableFuture<T> future) {
+    try {
+      return future.join();
+    } catch (CompletionException failed) {
+      throw (RuntimeException) failed.getCause();
+    }
+  }
+
+  private static JsonObject askOfAdapters(HeadraceClient client, JsonObject c) {
+    JsonObject told = new JsonObject();
+    String name = Forms.text(c, "name");
+    switch (c.get("op").getAsString()) {
+      case "load_adapter":
+        Control.LoadOptions options =
+            new Control.LoadOptions(Forms.flag(c, "pinned"), Forms.flag(c, "replace"));
+        return Forms.loaded(
+            await(client.control().loadAdapter(name, Forms.text(c, "source"), options)));
+      case "unload_adapter":
+        Optional<Duration> timeout =
+            Forms.has(c, "timeout_ms")
+                ? Optional.of(Forms.millis(c, "timeout_ms"))
+                : Optional.empty();
+        told.addProperty("live", await(client.control().unloadAdapter(name, timeout)));
+        return told;
+      case "adapters":
+        JsonArray adapters = new JsonArray();
+        await(client.adapters()).forEach(one -> adapters.add(Forms.adapter(one)));
+        told.add("adapters", adapters);
+        return told;
+      default:
         throw new Unsupported("no such command");
     }
   }
@@ -390,7 +437,7 @@ public final class Driver {
             Forms.has(c, "max_in_flight")
                 ? c.get("max_in_flight").getAsInt()
                 : BatchOptions.DEFAULTS.maxInFlight(),
-            Forms.has(c, "ordered") && c.get("ordered").getAsBoolean());
+            Forms.flag(c, "ordered"));
     JsonArray told = new JsonArray();
     try (Batch batch = client.batch(requests, options)) {
       batch.forEach(outcome -> told.add(Forms.outcome(outcome)));

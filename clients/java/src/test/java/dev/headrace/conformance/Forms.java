@@ -19,6 +19,8 @@ import dev.headrace.client.Tool;
 import dev.headrace.client.ToolCall;
 import dev.headrace.client.ToolChoice;
 import dev.headrace.client.Usage;
+import dev.headrace.v1.Adapter;
+import dev.headrace.v1.LoadAdapterResponse;
 import java.time.Duration;
 import java.util.ArrayList;
 import java.util.Base64;
@@ -39,6 +41,10 @@ final class Forms {
 
   static String text(JsonObject in, String name) {
     return has(in, name) ? in.get(name).getAsString() : "";
+  }
+
+  static boolean flag(JsonObject in, String name) {
+    return has(in, name) && in.get(name).getAsBoolean();
   }
 
   static List<String> texts(JsonObject in, String name) {
@@ -116,6 +122,9 @@ final class Forms {
     }
     if (has(told, "prediction")) {
       made.prediction(text(told, "prediction"));
+    }
+    if (has(told, "adapter")) {
+      made.adapter(text(told, "adapter"));
     }
     return made.build();
   }
@@ -226,6 +235,8 @@ final class Forms {
         result.accepted().filter(accepted -> accepted.seed().isPresent()).isPresent()
             ? Long.toString(result.accepted().get().seed().getAsLong())
             : null);
+    told.addProperty(
+        "adapter_digest", result.accepted().map(accepted -> accepted.adapterDigest()).orElse(null));
     told.add("usage", usage(result.usage()));
     JsonArray choices = new JsonArray();
     result.choices().forEach(one -> choices.add(choice(one)));
@@ -251,6 +262,30 @@ final class Forms {
     told.add("tool_calls", calls);
     told.add("tokens", tokens(choice.tokens()));
     told.add("usage", usage(choice.usage()));
+    return told;
+  }
+
+  static JsonObject adapter(Adapter adapter) {
+    String state = adapter.getState().name();
+    JsonObject told = new JsonObject();
+    told.addProperty("name", adapter.getName());
+    told.addProperty("digest", adapter.getDigest());
+    told.add("rank", of(adapter.getRank()));
+    told.add("bytes", of(adapter.getSizeBytes()));
+    told.add("modules", of(adapter.getModules()));
+    told.addProperty("state", state.substring("ADAPTER_STATE_".length()).toLowerCase(Locale.ROOT));
+    told.addProperty("pinned", adapter.getPinned());
+    told.add("live", of(adapter.getLiveRequests()));
+    told.addProperty("base_model", adapter.getBaseModel());
+    return told;
+  }
+
+  static JsonObject loaded(LoadAdapterResponse answer) {
+    JsonObject told = new JsonObject();
+    told.add("adapter", adapter(answer.getAdapter()));
+    JsonArray evicted = new JsonArray();
+    answer.getEvictedList().forEach(evicted::add);
+    told.add("evicted", evicted);
     return told;
   }
 
