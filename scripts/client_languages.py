@@ -129,6 +129,8 @@ LANGUAGES = (
                 "session-go-away",
                 "session-ended-by-a-defect",
                 "drain",
+                "real-adapter-unloaded-in-use",
+                "real-adapter-refusals",
             }
         ),
     ),

@@ -1,5 +1,5 @@
 // The conformance suite's driver of the example of a session: tests/conformance/README.md. It has the commands that
-// a session of text, conversations aside, needs.
+// a session of text, conversations aside, needs, and those of adapters.
 #include <atomic>
 #include <cmath>
 #include <functional>
@@ -11,6 +11,8 @@
 
 #include "google/rpc/error_details.pb.h"
 #include "headrace/session.h"
+#include "headrace/v1/control_service.grpc.pb.h"
+#include "headrace/v1/model_service.grpc.pb.h"
 
 namespace {
 
@@ -80,12 +82,15 @@ const char* Reason(v1::FinishReason reason) {
 
 // RESULT of a request of one choice.
 std::string TellResult(const Request& request) {
-  std::string text, reasoning, seed = "null";
+  std::string text, reasoning, digest, seed = "null";
   v1::Delta ids;
   v1::Finished finished;
   v1::PromptProcessed prompt;
   for (const auto& event : request.events()) {
-    if (event.has_accepted()) seed = Quoted(std::to_string(event.accepted().sampling().seed()));
+    if (event.has_accepted()) {
+      seed = Quoted(std::to_string(event.accepted().sampling().seed()));
+      digest = event.accepted().adapter_digest();
+    }
     if (event.has_prompt()) prompt = event.prompt();
     if (event.has_finished()) finished = event.finished();
     text += event.delta().text();
@@ -99,10 +104,28 @@ std::string TellResult(const Request& request) {
       finished.has_stop_string()     ? ",\"stop_string\":" + Quoted(finished.stop_string())
       : finished.has_stop_token_id() ? ",\"stop_token_id\":" + std::to_string(finished.stop_token_id())
                                      : "";
-  return "{\"request_id\":" + Quoted(request.id()) + ",\"seed\":" + seed + ",\"usage\":" + TellUsage(whole) +
+  return "{\"request_id\":" + Quoted(request.id()) + ",\"seed\":" + seed +
+         ",\"adapter_digest\":" + Quoted(digest) + ",\"usage\":" + TellUsage(whole) +
          ",\"choices\":[{\"index\":0,\"text\":" + Quoted(text) + ",\"reasoning\":" + Quoted(reasoning) +
          ",\"token_ids\":" + Numbers(ids.token_ids()) + ",\"finish_reason\":" + Quoted(Reason(finished.reason())) +
          matched + ",\"usage\":" + TellUsage(finished.usage()) + "}]}";
+}
+
+const char* State(v1::AdapterState state) {
+  switch (state) {
+    case v1::ADAPTER_STATE_LOADING: return "loading";
+    case v1::ADAPTER_STATE_LOADED: return "loaded";
+    case v1::ADAPTER_STATE_UNLOADING: return "unloading";
+    default: return "unknown";
+  }
+}
+
+std::string TellAdapter(const v1::Adapter& one) {
+  return "{\"name\":" + Quoted(one.name()) + ",\"digest\":" + Quoted(one.digest()) +
+         ",\"rank\":" + std::to_string(one.rank()) + ",\"bytes\":" + std::to_string(one.size_bytes()) +
+         ",\"modules\":" + std::to_string(one.modules()) + ",\"state\":" + Quoted(State(one.state())) +
+         ",\"pinned\":" + (one.pinned() ? "true" : "false") + ",\"live\":" + std::to_string(one.live_requests()) +
+         ",\"base_model\":" + Quoted(one.base_model()) + "}";
 }
 
 const char* kCodes[] = {"OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND",
@@ -136,13 +159,24 @@ std::string TellError(const google::rpc::Status& status, const Request* request)
          "}";
 }
 
+// The error of a call that is no request's.
+std::string TellCallError(const grpc::Status& end) {
+  google::rpc::Status status;
+  if (!status.ParseFromString(end.error_details()) || status.code() != end.error_code()) {
+    status.set_code(end.error_code());
+    status.set_message(end.error_message());
+  }
+  return "\"error\":" + TellError(status, nullptr);
+}
+
 class Driver {
  public:
   void Take(const std::string& line) {
     Struct command;
     if (!google::protobuf::util::JsonStringToMessage(line, &command).ok()) std::abort();
     const std::string op = Text(command, "op");
-    if (op == "read" || op == "result" || op == "close_session" || op == "close_client") {
+    if (op == "read" || op == "result" || op == "close_session" || op == "close_client" ||
+        op == "load_adapter" || op == "unload_adapter" || op == "adapters") {
       waiting_.emplace_back([this, command, op] { Do(op, command); });
     } else {
       Do(op, command);
@@ -202,6 +236,12 @@ class Driver {
       const auto status = request->Wait();
       if (status.code() != 0) return "\"error\":" + TellError(status, request.get());
       return "\"ok\":" + TellResult(*request);
+    } else if (op == "load_adapter") {
+      return Load(command);
+    } else if (op == "unload_adapter") {
+      return Unload(command);
+    } else if (op == "adapters") {
+      return Adapters(command);
     } else if (op == "cancel") {
       RequestOf(command)->Cancel();
     } else if (op == "close_session") {
@@ -226,6 +266,59 @@ class Driver {
     return "\"ok\":{}";
   }
 
+  std::shared_ptr<grpc::Channel> ChannelOf(const Struct& command) {
+    std::lock_guard lock(mutex_);
+    return channels_.at(Text(command, "client"));
+  }
+
+  static bool Flag(const Struct& from, const char* name) {
+    const auto* found = Find(from, name);
+    return found != nullptr && found->bool_value();
+  }
+
+  std::string Load(const Struct& command) {
+    v1::LoadAdapterRequest request;
+    request.set_name(Text(command, "name"));
+    request.set_source(Text(command, "source"));
+    request.set_pinned(Flag(command, "pinned"));
+    request.set_replace(Flag(command, "replace"));
+    grpc::ClientContext context;
+    v1::LoadAdapterResponse answer;
+    const auto end = v1::ControlService::NewStub(ChannelOf(command))->LoadAdapter(&context, request, &answer);
+    if (!end.ok()) return TellCallError(end);
+    return "\"ok\":{\"adapter\":" + TellAdapter(answer.adapter()) +
+           ",\"evicted\":" + List(answer.evicted(), Quoted) + "}";
+  }
+
+  std::string Unload(const Struct& command) {
+    v1::UnloadAdapterRequest request;
+    request.set_name(Text(command, "name"));
+    if (const auto* limit = Find(command, "timeout_ms")) {
+      const auto millis = static_cast<int64_t>(limit->number_value());
+      request.mutable_timeout()->set_seconds(millis / 1000);
+      request.mutable_timeout()->set_nanos(static_cast<int32_t>(millis % 1000 * 1000000));
+    }
+    grpc::ClientContext context;
+    v1::UnloadAdapterResponse answer;
+    const auto end = v1::ControlService::NewStub(ChannelOf(command))->UnloadAdapter(&context, request, &answer);
+    if (!end.ok()) return TellCallError(end);
+    return "\"ok\":{\"live\":" + std::to_string(answer.live_requests()) + "}";
+  }
+
+  std::string Adapters(const Struct& command) {
+    const auto stub = v1::ModelService::NewStub(ChannelOf(command));
+    v1::ListAdaptersRequest request;
+    google::protobuf::RepeatedPtrField<v1::Adapter> found;
+    do {
+      grpc::ClientContext context;
+      v1::ListAdaptersResponse answer;
+      if (const auto end = stub->ListAdapters(&context, request, &answer); !end.ok()) return TellCallError(end);
+      found.MergeFrom(answer.adapters());
+      request.set_page_token(answer.next_page_token());
+    } while (!request.page_token().empty());
+    return "\"ok\":{\"adapters\":" + List(found, TellAdapter) + "}";
+  }
+
   std::string Submit(const Struct& command) {
     const Struct& told = Find(command, "request")->struct_value();
     v1::GenerationSpec spec;
@@ -242,8 +335,13 @@ class Driver {
     if (const auto* most = Find(told, "max_tokens")) {
       spec.mutable_stop()->set_max_tokens(static_cast<uint32_t>(most->number_value()));
     }
+    std::vector<std::string> capabilities;
+    if (const auto* adapter = Find(told, "adapter")) {
+      spec.set_adapter(adapter->string_value());
+      capabilities.push_back("adapters");
+    }
     std::lock_guard lock(mutex_);
-    const auto request = sessions_.at(Text(command, "session"))->Submit(spec);
+    const auto request = sessions_.at(Text(command, "session"))->Submit(spec, capabilities);
     if (request == nullptr) {
       google::rpc::Status status;
       status.set_code(grpc::StatusCode::UNAVAILABLE);
