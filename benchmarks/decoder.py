@@ -42,9 +42,8 @@ from benchmarks.measures import figure, ratio_span
 from benchmarks.models import DEMO, checkpoint, make_random
 from benchmarks.processes import ROOT, SystemFailure, tree
 from benchmarks.records import Record
-from benchmarks.rig.bench import Bench, Case, Found, TimeLimit, limits_of
+from benchmarks.rig.bench import Bench, Case, Found, TimeLimit, limits_of, machine_process
 from benchmarks.rig.measurement import MODELS, THREADS, Measurement, in_turns, option
-from benchmarks.rig.systems import Systems
 from benchmarks.systems import SystemSpec
 from benchmarks.usage import resident
 from benchmarks.workloads import WORKLOADS, Lengths
@@ -227,16 +226,17 @@ class Comparison:
 
     @contextmanager
     def _bench(self, model: Path, group: Group) -> Iterator[Bench]:
-        options = self._options
-        with Systems(options.cache / "logs") as systems:
-            systems.start_machine(
-                log="decoder-machine",
-                environment=_environment(ROOT),
+        options, logs = self._options, self._options.cache / "logs"
+        with (
+            machine_process(
+                logs / "decoder-machine.log",
+                _environment(ROOT),
                 dtype="bfloat16",
                 threads=options.threads,
-            )
-            yield Bench(
-                systems=systems,
+            ) as machine,
+            Bench(
+                machine=machine,
+                logs=logs,
                 about={
                     "model": str(model),
                     "dtype": group.dtype,
@@ -249,7 +249,9 @@ class Comparison:
                 load_s=300.0,
                 turn_s=600.0,
                 log="decoder-",
-            )
+            ) as bench,
+        ):
+            yield bench
 
     def _specs(self, group: Group) -> Iterator[SystemSpec]:
         """Yield the systems, each of the checkout that its name says."""

@@ -34,11 +34,10 @@ from benchmarks.gpu.record import (
 from benchmarks.gpu.sizes import CPU_SIZES, GPU_SIZES, Sizes
 from benchmarks.gpu.tables import predictions, render_part
 from benchmarks.models import SHAPES
-from benchmarks.processes import SystemFailure
+from benchmarks.processes import System, SystemFailure
 from benchmarks.records import Record, commit, read_record
-from benchmarks.rig.bench import Bench, OutOfTime, TimeLimit
+from benchmarks.rig.bench import Bench, OutOfTime, TimeLimit, machine_process
 from benchmarks.rig.measurement import MODELS, RESULTS, Measurement, option
-from benchmarks.rig.systems import Systems
 
 CHECKS = "checks"
 PARTS = (CHECKS, *MEASURING)
@@ -55,8 +54,8 @@ def measure(options: argparse.Namespace, record: Record) -> None:
     if options.predict:
         _predict(folder or RESULTS, sizes)
         return
-    with Systems(options.cache / "logs") as systems:
-        machine = systems.start_machine(device=options.device, dtype=DTYPE, threads=1)
+    about = {"device": options.device, "dtype": DTYPE, "threads": 1}
+    with machine_process(options.cache / "logs" / "machine.log", **about) as machine:
         device = {**machine.ready["settings"], "driver": _driver(options.device)}
         default = RESULTS / "local" if options.device == "cpu" else RESULTS
         record.path = (folder or default) / record_name(device)
@@ -74,7 +73,7 @@ def measure(options: argparse.Namespace, record: Record) -> None:
                 **machine.ready["versions"],
             },
         }
-        run = Run(options, record, systems, sizes, provenance)
+        run = Run(options, record, machine, sizes, provenance)
         failed = run.check(is_asked=CHECKS in names)
         states = {
             name: run.measure(name, MEASURING[name], failed) for name in names if name != CHECKS
@@ -128,14 +127,15 @@ class Run:
 
     Attributes:
         options: the command's.
-        record, systems: the device's.
+        record: the device's.
+        machine: the process that measures its rates.
         sizes: how much is measured.
         provenance: the sources' commit and the packages' versions.
     """
 
     options: argparse.Namespace
     record: Record
-    systems: Systems
+    machine: System
     sizes: Sizes
     provenance: dict[str, Any]
 
@@ -184,7 +184,8 @@ class Run:
         seconds = min(60.0 * options.minutes, spec.most_s)
         about = {"model": model, "build": model, "device": options.device, "dtype": DTYPE}
         bench = Bench(
-            systems=self.systems,
+            machine=self.machine,
+            logs=options.cache / "logs",
             about={**about, "threads": 1, "cache": ""},
             vocab_size=shape.vocab_size,
             say=lambda line: _say(f"  {line}"),

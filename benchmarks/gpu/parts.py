@@ -154,7 +154,7 @@ class Session:
             floor["decode_rate"] = len(lengths) / floor["step_s"]
             steps = predict.decode(self.model, len(lengths), median["context"], limits)
             more = {"predicted": dataclasses.asdict(steps)}
-        system = self.bench.systems.running[name]
+        system = self.bench.running[name]
         return {
             "key": key,
             "system": name,
@@ -271,7 +271,7 @@ def compare(
         if not missing:
             continue
         try:
-            if ENGINE.name not in bench.systems.running:
+            if ENGINE.name not in bench.running:
                 session.start(ENGINE, room)
             try:
                 session.start(variant.spec, room)

@@ -25,7 +25,7 @@ from benchmarks.gpu.tables import NO_GPU, render_part
 from benchmarks.processes import ROOT
 from benchmarks.records import FORMAT, Record, read_record
 from benchmarks.report import render
-from benchmarks.rig import bench, systems
+from benchmarks.rig import bench
 from benchmarks.systems import SystemSpec
 from tests.gpu import checks
 
@@ -98,7 +98,7 @@ def _fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("machine", "checks", "engine", "judge"):
         (tmp_path / f"fake_{name}.py").write_text(FAKES)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    monkeypatch.setattr(systems, "MACHINE", "fake_machine")
+    monkeypatch.setattr(bench, "MACHINE", "fake_machine")
     monkeypatch.setattr(checking, "MODULE", "fake_checks")
     monkeypatch.setattr(bench, "JUDGE", "fake_judge")
     monkeypatch.setattr(parts, "ENGINE", SystemSpec("headrace", "fake_engine"))
