@@ -242,7 +242,6 @@ class Comparison:
                     "cache": str(options.cache),
                 },
                 vocab_size=json.loads((model / "config.json").read_text())["vocab_size"],
-                say=lambda line: print(line, flush=True),
                 time=TimeLimit(),  # what has begun goes on
                 load_s=300.0,
                 turn_s=600.0,

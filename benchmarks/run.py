@@ -177,7 +177,6 @@ def compare(
             logs=logs,
             about={**about, "cache": str(options.cache)},
             vocab_size=shape.vocab_size,
-            say=lambda line: print(line, flush=True),
             time=TimeLimit(math.inf if options.minutes is None else 60.0 * options.minutes),
             load_s=LOAD_S,
             turn_s=options.turn_seconds,

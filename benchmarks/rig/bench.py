@@ -37,6 +37,11 @@ WARMUP = Lengths(prompt=1024, output=8)
 """The most that requests of a warm-up turn have."""
 
 
+def say(line: str) -> None:
+    """Tell the user a line."""
+    print(line, flush=True)
+
+
 class OutOfTime(Exception):
     """Time is over; the message says what was about to be done."""
 
@@ -133,8 +138,8 @@ class Bench:
         logs: the folder for the systems' output.
         about: what each of them is told when it loads the model, besides its own options.
         vocab_size: the model's.
-        say: tells the user a line.
         time: how long may be measured.
+        say: tells the user a line.
         load_s, turn_s: the longest that loading and a turn may take; None: what is left of the
             time.
         environment: variables of every process.
@@ -146,8 +151,8 @@ class Bench:
     logs: Path
     about: Mapping[str, Any]
     vocab_size: int
-    say: Callable[[str], None]
     time: TimeLimit
+    say: Callable[[str], None] = say
     load_s: float | None = None
     turn_s: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -252,8 +252,8 @@ def test_smoke_is_short_and_says_what_a_step_launches(tmp_path: Path) -> None:
 def test_systems_are_compared_in_paired_turns_and_one_that_fails_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def variant(name: str, **options: object) -> parts.Variant:
-        return parts.Variant(SystemSpec(name, "fake_engine", options=options))
+    def variant(name: str, **options: object) -> SystemSpec:
+        return SystemSpec(name, "fake_engine", options=options)
 
     monkeypatch.setattr(
         parts,
@@ -262,7 +262,7 @@ def test_systems_are_compared_in_paired_turns_and_one_that_fails_is_left_out(
             variant("no room", fails=True),
             variant("dies", dies=True),
             variant("slower", slow=4),
-            parts.Variant(SystemSpec("graphs", "fake_engine"), only_on_gpu=True),
+            SystemSpec("graphs", "fake_engine", needs_gpu=True),
         ),
     )
     has_failed, record, _ = run(tmp_path, "--part", "options")
