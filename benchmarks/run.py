@@ -44,7 +44,7 @@ from benchmarks.rig.measurement import (
     option,
 )
 from benchmarks.systems import MAX_REQUESTS, SYSTEMS, SystemSpec
-from benchmarks.workloads import WORKLOADS, Lengths, Load, Workload, parse_load
+from benchmarks.workloads import WORKLOADS, Load, Workload, parse_load
 
 LOCAL = RESULTS / "local"
 LOAD_S = 900.0
@@ -162,7 +162,7 @@ def compare(
         SystemFailure: the first system, or all others, cannot start.
     """
     shape, reference = read_shape(model), systems[0].name
-    fitting = [case for case in cases if max(map(_total, case.lengths)) <= shape.max_tokens]
+    fitting = [case for case in cases if max(one.total for one in case.lengths) <= shape.max_tokens]
     for case in cases:
         if case not in fitting:
             print(f"{case.name} is left out: longer than the model's context")
@@ -224,10 +224,6 @@ def compare(
                 case_record["check"] = {
                     name: bench.judge(turn, options.check) for name, turn in came.last.items()
                 }
-
-
-def _total(lengths: Lengths) -> int:
-    return lengths.total
 
 
 def _start(
