@@ -141,7 +141,6 @@ class Run:
     """A server that was planned, and the resources that it uses."""
 
     def __init__(self, server: Process, client: headrace.Client) -> None:
-        self._server = server
         self._client = client
         self._random = random.Random(0)
         self._vocabulary = client.model().vocab_size
@@ -186,10 +185,6 @@ class Run:
         prompt = [self._random.randrange(3, self._vocabulary) for _ in range(PROMPT)]
         return self._client.generate(prompt, max_tokens=output, ignore_eos=True, temperature=1.0)
 
-    def peak_bytes(self) -> int:
-        """Return the high-water marks of its processes since it was ready."""
-        return sum(resident(pid)[1] for pid in self._server.tree())
-
 
 def measure_shape(shape: Shape, cache: Path) -> dict[str, Any]:
     """Return a row of the record: planned and measured."""
@@ -218,7 +213,7 @@ def measure_shape(shape: Shape, cache: Path) -> dict[str, Any]:
             "prompt_s": run.prompt_s(),
             "decode_1_s": run.decode_s(1),
             "decode_16_s": run.decode_s(REQUESTS),
-            "memory_bytes": run.peak_bytes(),
+            "memory_bytes": sum(resident(pid)[1] for pid in server.tree()),
         }
     row = {
         "name": shape.name,
