@@ -27,7 +27,7 @@ from typing import Any
 
 import headrace
 
-from benchmarks.measures import compared
+from benchmarks.measures import compared, medians
 from benchmarks.models import DEMO
 from benchmarks.records import Record
 from benchmarks.rig.gateways import door, smg, stream_chat, with_template
@@ -211,9 +211,9 @@ def table(record: Mapping[str, Any]) -> str:
 def summary(turns: Turns) -> dict[str, float]:
     """Return the medians of each system, and the door's ratios to the others in the same turns."""
     found = {
-        f"{each}: {name}": statistics.median(one[name] for one in ones)
+        f"{each}: {name}": value
         for each, ones in turns.items()
-        for name in ones[0]
+        for name, value in medians(ones).items()
     }
     ours = turns["door"]
     for other in (each for each in turns if each != "door"):
