@@ -17,10 +17,12 @@ time for reading the KV is added.
 from __future__ import annotations
 
 import json
-import struct
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from benchmarks.workloads import Lengths
 
@@ -174,9 +176,7 @@ def read_shape(model: Path) -> Shape:
         raise ValueError(f"{model}: floors are computed for dense decoders only")
     linear = head = other = embedding = 0
     for name, dimensions in _tensors(model).items():
-        size = 1
-        for dimension in dimensions:
-            size *= dimension
+        size = math.prod(dimensions)
         if "embed_tokens" in name:
             embedding += size
         elif name.startswith("lm_head"):
@@ -221,10 +221,8 @@ def _tensors(model: Path) -> dict[str, list[int]]:
     """Return the shapes of a checkpoint's tensors."""
     shapes: dict[str, list[int]] = {}
     for path in sorted(model.glob("*.safetensors")):
-        with path.open("rb") as file:
-            [length] = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+        with safe_open(path, "numpy") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     if not shapes:
         raise ValueError(f"{model} has no safetensors files")
     return shapes

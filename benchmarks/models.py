@@ -98,12 +98,14 @@ def made_once(
     if not (folder / "config.json").is_file():
         print(f"making {folder}", flush=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for path in (folder, folder.with_name(f"{folder.name}.partial")):
+        partial = folder.with_name(f"{folder.name}.partial")
+        for path in (folder, partial):
             shutil.rmtree(path, ignore_errors=True)
         program = f"import json, pathlib, sys; from {module} import *; "
         program += f"folder = pathlib.Path(sys.argv[1]); {code}"
-        command = [sys.executable, "-c", program, str(folder), *words]
+        command = [sys.executable, "-c", program, str(partial), *words]
         subprocess.run(command, cwd=_ROOT, check=True, timeout=seconds)
+        partial.rename(folder)
     return folder
 
 
@@ -122,9 +124,7 @@ def write_random(model_type: str, settings: Mapping[str, Any], folder: Path) -> 
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **settings)
-    partial = folder.with_name(f"{folder.name}.partial")
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(partial)
-    partial.rename(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
 def make_model(name: str, folder: Path, seed: int = 0, device: str = "cpu") -> None:
@@ -140,10 +140,8 @@ def make_model(name: str, folder: Path, seed: int = 0, device: str = "cpu") -> N
     model = random_model(
         name, device=device, dtype=torch.float32 if on_cpu else torch.bfloat16, seed=seed
     )
-    partial = folder.with_name(folder.name + ".partial")
-    model.to(torch.bfloat16).save_pretrained(partial)
-    _write_tokenizer(partial, SHAPES[name]["vocab_size"])
-    partial.rename(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    _write_tokenizer(folder, SHAPES[name]["vocab_size"])
 
 
 def random_model(name: str, *, device: str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
@@ -206,14 +204,6 @@ _SPECIAL = ["<pad>", "<s>", "</s>"]
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     byte_level(vocab_size).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "pad_token": "<pad>",
-                "bos_token": "<s>",
-                "eos_token": "</s>",
-            },
-            indent=2,
-        )
-    )
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))

@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from benchmarks.adapters.loop import Turn, main, versions
 from benchmarks.adapters.managers import serve_turn
 from benchmarks.instructions import limit
 from engine.api.offline import LoadedModel
-from engine.api.results import GenerationOutput
 from engine.contract.config import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE, LoadConfig
 from engine.core.threads import call_on_own_thread
 from engine.loading.loader import prepare_model
@@ -112,13 +110,9 @@ class HeadraceEngine:
         finally:
             for name in names:
                 self._manager.cancel_request(name)
-            self._drain(names[:-1], outputs)
-
-    def _drain(self, names: list[str], outputs: Iterator[GenerationOutput]) -> None:
-        for _ in outputs:
-            pass
-        for name in names:
-            self._manager.get_result(name)
+            list(outputs)
+            for name in names[:-1]:
+                self._manager.get_result(name)
 
 
 def _load(order: dict[str, Any], loading: dict[str, Any]) -> LoadedModel:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adapters.loop import Turn, drive, main, versions
+from benchmarks.adapters.loop import drive, main, versions
 
 BATCH_TOKENS = 1024
 """The most tokens in one decode call."""
@@ -93,8 +93,7 @@ class LlamaCpp:
             "versions": versions("llama-cpp-python"),
         }
 
-    def run(self, turn: Turn) -> None:
-        drive(self, turn)
+    run = drive
 
     def submit(self, index: int, prompt: list[int], max_tokens: int) -> None:
         self._waiting.append(_Running(index, prompt, max_tokens))
