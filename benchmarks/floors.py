@@ -190,7 +190,7 @@ def read_shape(model: Path) -> Shape:
     if any("expert" in key for key in config):
         raise ValueError(f"{model}: floors are computed for dense decoders only")
     linear = head = other = embedding = 0
-    for name, dimensions in _tensors(model).items():
+    for name, dimensions in tensor_shapes(model).items():
         size = 1
         for dimension in dimensions:
             size *= dimension
@@ -250,7 +250,7 @@ def shape_of(config: dict[str, Any]) -> Shape:
     )
 
 
-def _tensors(model: Path) -> dict[str, list[int]]:
+def tensor_shapes(model: Path) -> dict[str, list[int]]:
     """Return the shapes of a checkpoint's tensors."""
     shapes: dict[str, list[int]] = {}
     for path in sorted(model.glob("*.safetensors")):
