@@ -236,7 +236,7 @@ async def test_every_query_gives_data_when_it_is_provoked(tmp_path: Path) -> Non
         frozen.step()
         metrics = stuck.server._telemetry.metrics
         assert metrics is not None
-        await until(lambda: (known := metrics.model_and_stats()[1]) and known.steps)
+        await until(lambda: (known := metrics.view().stats) and known.steps)
         await provoke(tmp_path, h, engine, stuck, queries)
 
 

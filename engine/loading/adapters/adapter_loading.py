@@ -22,6 +22,7 @@ from engine.contract.adapters import Adapter, AdapterLoad, AdapterLoaded, at_sta
 from engine.contract.config import LoadConfig
 from engine.contract.errors import AdapterRefusedError
 from engine.contract.loaded_adapters import AdapterBounds
+from engine.contract.startup import ADAPTERS, enter
 from engine.loading.adapters.adapted_modules import AdaptedModules
 from engine.loading.adapters.adapter_files import (
     CONFIG,
@@ -77,6 +78,7 @@ class AdapterLoader:
         self._base = verified.path
         self._max_rank = config.max_adapter_rank
         self._bounds = AdapterBounds(config.max_adapter_bytes, config.max_adapters)
+        self.adapters.bounds = self._bounds
         self._root: Path | None = None
         if config.adapter_root is not None:
             try:
@@ -144,6 +146,7 @@ def load_adapters(
     loads = at_start(config.adapters) if loads is None else loads
     if not loads and config.adapter_root is None:
         return
+    enter(progress, ADAPTERS)
     loader = AdapterLoader(verified, config)
     for load in loads:
         try:
