@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.contract.adapters import MAX_NAMED, Adapter
-from engine.contract.request import GenerationRequest
+from engine.contract.request import GenerationRequest, TokenMatcher
 from engine.contract.stats import AdapterStats
 from engine.contract.types import RequestId
 from engine.scheduler.live_adapters import AdapterFigures, LiveAdapters
@@ -94,3 +96,17 @@ def test_a_name_beyond_the_bound_takes_no_memory() -> None:
     assert all(figures.of(adapter(f"more {index}")) is first for index in range(1000))
     assert figures.of(adapter("n3")) is not first
     assert len(figures._named) == MAX_NAMED
+
+
+@pytest.mark.parametrize(("name", "told"), [("", "r: "), ("team/a", "r (adapter team/a): ")])
+def test_the_log_names_the_adapter_of_a_request_that_fails(
+    name: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = Watched()
+
+    def make_matcher() -> TokenMatcher:
+        raise ValueError("no")
+
+    spec = replace(make_request("r", [1, 2], 3), adapter=name)
+    watched.core.add(spec, 0.0, make_matcher, adapter(name) if name else None)
+    assert f": {told}the grammar could not be begun" in caplog.text
