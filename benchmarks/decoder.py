@@ -28,7 +28,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,15 +35,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.decoder_shapes import FAMILIES
-from benchmarks.markdown import cpus, link, memory, table
+from benchmarks.decoder_shapes import FAMILIES, Family
+from benchmarks.markdown import cpus, link, memory, span, table
 from benchmarks.measures import figure, ratio_span
-from benchmarks.models import DEMO, checkpoint, make_random
+from benchmarks.models import find_model
 from benchmarks.processes import ROOT, SystemFailure, tree
-from benchmarks.records import Record
-from benchmarks.rig.bench import Bench, Case, Found, TimeLimit, limits_of
+from benchmarks.records import Record, commit
+from benchmarks.rig.bench import Bench, Case, Found, TimeLimit, limits_of, machine_process
 from benchmarks.rig.measurement import MODELS, THREADS, Measurement, in_turns, option
-from benchmarks.rig.systems import Systems
 from benchmarks.systems import SystemSpec
 from benchmarks.usage import resident
 from benchmarks.workloads import WORKLOADS, Lengths
@@ -113,12 +111,11 @@ def groups(part: str) -> Iterator[Group]:
             )
             for requests in (1, 16)
         ]
-        make = partial(_make_family, name, family.model_type, family.config())
-        yield Group(name, make, cells, ENGINES)
+        yield Group(name, partial(_make_family, name, family), cells, ENGINES)
     if part == "shapes":
         for model, names in ((_READY, ("W1", "W3", "W4")), ("tiny", ("W1",))):
             cells = [Cell(_workload(f"{model} {name}", name), aim=0.98) for name in names]
-            yield Group(model, partial(checkpoint, model), cells, ENGINES)
+            yield Group(model, partial(find_model, model), cells, ENGINES)
     if part == "ready":
         lengths = [Lengths(128, 8)]
         cells = [
@@ -130,11 +127,11 @@ def groups(part: str) -> Iterator[Group]:
             )
         ]
         servers = dict.fromkeys((OURS, BASELINE), "headrace_server")
-        yield Group(_READY, partial(checkpoint, _READY), cells, servers)
+        yield Group(_READY, partial(find_model, _READY), cells, servers)
     if part == "float32":
         adapters = {**ENGINES, LIBRARY: "transformers_batching"}
         cells = [Cell(_workload("demo W2", "W2"), aim=2.5)]
-        yield Group("demo", lambda cache: DEMO, cells, adapters, "float32")
+        yield Group("demo", partial(find_model, "demo"), cells, adapters, "float32")
 
 
 def _workload(name: str, workload: str) -> Case:
@@ -145,8 +142,8 @@ def _workload(name: str, workload: str) -> Case:
     )
 
 
-def _make_family(name: str, model_type: str, config: dict[str, Any], cache: Path) -> Path:
-    return make_random(cache / "models" / f"decoder-{name}", model_type, config)
+def _make_family(name: str, family: Family, cache: Path) -> Path:
+    return family.checkpoint(cache / "models" / f"decoder-{name}")
 
 
 class Comparison:
@@ -162,7 +159,7 @@ class Comparison:
         self._time = TimeLimit(60.0 * options.minutes)
         self._stamp = {
             **{name: record.data[name] for name in ("date", "commit")},
-            "baseline": _commit_of(self._roots[BASELINE]),
+            "baseline": commit(self._roots[BASELINE]),
         }
 
     def measure(self, part: str) -> bool:
@@ -227,16 +224,17 @@ class Comparison:
 
     @contextmanager
     def _bench(self, model: Path, group: Group) -> Iterator[Bench]:
-        options = self._options
-        with Systems(options.cache / "logs") as systems:
-            systems.start_machine(
-                log="decoder-machine",
-                environment=_environment(ROOT),
+        options, logs = self._options, self._options.cache / "logs"
+        with (
+            machine_process(
+                logs / "decoder-machine.log",
+                _environment(ROOT),
                 dtype="bfloat16",
                 threads=options.threads,
-            )
-            yield Bench(
-                systems=systems,
+            ) as machine,
+            Bench(
+                machine=machine,
+                logs=logs,
                 about={
                     "model": str(model),
                     "dtype": group.dtype,
@@ -244,12 +242,13 @@ class Comparison:
                     "cache": str(options.cache),
                 },
                 vocab_size=json.loads((model / "config.json").read_text())["vocab_size"],
-                say=lambda line: print(line, flush=True),
                 time=TimeLimit(),  # what has begun goes on
                 load_s=300.0,
                 turn_s=600.0,
                 log="decoder-",
-            )
+            ) as bench,
+        ):
+            yield bench
 
     def _specs(self, group: Group) -> Iterator[SystemSpec]:
         """Yield the systems, each of the checkout that its name says."""
@@ -274,24 +273,19 @@ class Comparison:
         machine: Mapping[str, float],
     ) -> None:
         rates = {name: rate for name, rate in machine.items() if name != "load_average"}
-        entry = {
-            **self._stamp,
-            "about": cell.case.meaning,
-            "unit": cell.unit,
-            "aim": cell.aim,
-            "turns": turns,
-            "machine": {**rates, "load": machine["load_average"]},
-        }
-        self._record.put(entry, "cases", part, cell.case.name)
+        machine = {**rates, "load": machine["load_average"]}
+        self._put(part, cell, unit=cell.unit, aim=cell.aim, turns=turns, machine=machine)
         for name, found in turns.items():
             middle = figure(statistics.median(found))
             print(f"  {cell.case.name:16} {name:15} {middle} {cell.unit}", flush=True)
 
     def _fail(self, part: str, cell: Cell, failure: SystemFailure) -> None:
         """Record that a cell could not be measured."""
-        why = str(failure).splitlines()[0]
         print(f"  {cell.case.name} is left out: {failure}", flush=True)
-        entry = {**self._stamp, "about": cell.case.meaning, "failure": why}
+        self._put(part, cell, failure=str(failure).splitlines()[0])
+
+    def _put(self, part: str, cell: Cell, **found: Any) -> None:
+        entry = {**self._stamp, "about": cell.case.meaning, **found}
         self._record.put(entry, "cases", part, cell.case.name)
 
 
@@ -299,12 +293,6 @@ def _environment(root: Path) -> dict[str, str]:
     """Return the variables of a process that runs a checkout's own adapters."""
     paths = map(str, (root, root / "clients" / "python" / "src"))
     return {"PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _commit_of(checkout: Path) -> str:
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(words, cwd=checkout, capture_output=True, text=True, check=True)
-    return found.stdout.strip()
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
@@ -335,6 +323,9 @@ _TITLES = {
     "experts": "**Decoding by mixtures of experts**, as above.",
     "more": "**Decoding by other families**, as above.",
     "recurrent": "**Decoding by families with recurrent layers**, whole shapes, as above.",
+    "shapes": "**Workloads** in bfloat16, output tokens a second.",
+    "ready": "**A server of the 0.6B shape**, started anew in each turn.",
+    "float32": "**The demo model in float32**, output tokens a second.",
 }
 
 
@@ -344,16 +335,7 @@ def render(record: Mapping[str, Any], name: str) -> str:
     parts = [_heading(record, name)]
     for part, title in _TITLES.items():
         if part in cases:
-            parts.append(_families(title, cases[part]))
-    if "shapes" in cases:
-        title = "**Workloads** in bfloat16, output tokens a second."
-        parts.append(_rows(title, cases["shapes"], BASELINE, (OURS,)))
-    if "ready" in cases:
-        title = "**A server of the 0.6B shape**, started anew in each turn."
-        parts.append(_rows(title, cases["ready"], BASELINE, (OURS,)))
-    if "float32" in cases:
-        title = "**The demo model in float32**, output tokens a second."
-        parts.append(_rows(title, cases["float32"], LIBRARY, (OURS, BASELINE)))
+            parts.append((_families if part in FAMILIES else _rows)(title, cases[part]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -365,11 +347,9 @@ def _heading(record: Mapping[str, Any], name: str) -> str:
         f"{cpus(record)}, {memory(record)}, {record['machine']['system']}"
     )
     if found:
-        bandwidths, loads = (sorted(one[key] for one in found) for key in ("bandwidth", "load"))
-        text += (
-            f"; memory read at {bandwidths[0] / 1e9:.1f} to {bandwidths[-1] / 1e9:.1f} GB/s, load "
-            f"average {loads[0]:.1f} to {loads[-1]:.1f} before the cases"
-        )
+        bandwidths = span((one["bandwidth"] / 1e9 for one in found), ".1f")
+        loads = span((one["load"] for one in found), ".1f")
+        text += f"; memory read at {bandwidths} GB/s, load average {loads} before the cases"
     return (
         f"{text}. Commit {_several(case['commit'] for case in cases)}, baseline "
         f"{_several(case['baseline'] for case in cases)}. {link(name)}"
@@ -392,20 +372,20 @@ def _families(title: str, cases: Mapping[str, Any]) -> str:
     return "\n".join([title, "", *table(f"{columns} | ratio | wanted", rows)])
 
 
-def _rows(title: str, cases: Mapping[str, Any], reference: str, systems: Sequence[str]) -> str:
-    """Return a table. systems: those that are compared with the reference; each has a row per
-    case.
+def _rows(title: str, cases: Mapping[str, Any]) -> str:
+    """Return a table with a row for each case and system, beside the library where it was measured,
+    otherwise beside the baseline.
     """
+    has_library = any(LIBRARY in case.get("turns", {}) for case in cases.values())
+    systems, reference = ((OURS, BASELINE), LIBRARY) if has_library else ((OURS,), BASELINE)
     rows = []
     for name, case in cases.items():
-        unit = case.get("unit", "")
+        what = ", ".join(filter(None, (name, case.get("unit"))))
         for system in systems:
-            aim = case.get("aim")
-            wanted = "" if aim is None or system == BASELINE else f"{aim:g}"
-            figures, ratio = _pair(case, system, reference)
             if "failure" in case and system != systems[0]:
                 continue  # it is told once
-            what = f"{name}, {unit}" if unit else name
+            figures, ratio = _pair(case, system, reference)
+            wanted = "" if system == BASELINE or case.get("aim") is None else f"{case['aim']:g}"
             rows.append([what, case["about"], f"{system}: {figures}", ratio, wanted])
     lines = table(f"what |  | system: it, {reference} | ratio | wanted", rows)
     return "\n".join([f"{title} Beside {reference}.", "", *lines])

@@ -1,4 +1,4 @@
-"""Shapes of families for `benchmarks.decoder`: few layers, each as wide as a released model's.
+"""Shapes of families: few layers, each as wide as a released model's (`benchmarks.decoder`).
 
 The vocabulary is reduced, too, so that the layers have about the same share of the weights as in
 the whole model.
@@ -7,7 +7,10 @@ the whole model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from benchmarks.models import make_random
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 16384,
@@ -25,14 +28,15 @@ class Family:
     Attributes:
         like: the released model.
         model_type: transformers' name of the family.
-        sizes: the hidden size, the MLP's size, and the numbers of layers, heads, and KV heads.
+        sizes: the hidden size, the MLP's size, and the numbers of layers, heads, and KV heads; or
+            the first of these.
         settings: other settings of its config.
         aim: the target speed of decoding, relative to the baseline.
     """
 
     like: str
     model_type: str
-    sizes: tuple[int, int, int, int, int]
+    sizes: tuple[int, ...]
     settings: dict[str, Any]
     aim: float = 0.97
 
@@ -45,8 +49,12 @@ class Family:
     def config(self) -> dict[str, Any]:
         """The settings of its config."""
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        sizes = dict(zip((*names, "num_key_value_heads"), self.sizes, strict=True))
+        sizes = dict(zip((*names, "num_key_value_heads"), self.sizes, strict=False))
         return {**_COMMON, **sizes, **self.settings}
+
+    def checkpoint(self, folder: Path) -> Path:
+        """Return a folder with a checkpoint of this shape, which is made if it does not exist."""
+        return make_random(folder, self.model_type, self.config())
 
 
 _TIED = {"tie_word_embeddings": True}

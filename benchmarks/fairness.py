@@ -24,7 +24,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +98,12 @@ async def watch(operator: headrace.AsyncClient, steps: list[float]) -> None:
 
 
 async def ask_short(
-    client: headrace.AsyncClient, stories: Stories, found: list[float], count: int | None = None
+    client: headrace.AsyncClient, seed: int, found: list[float], count: int | None = None
 ) -> None:
     """Send short requests, one after the other, and record their times to the first token. None:
     endlessly.
     """
-    chance = random.Random(stories.seed)
+    stories, chance = Stories(Lengths(SHORT_TOKENS, SHORT_TOKENS), seed), random.Random(seed)
     for number in itertools.count() if count is None else range(count):
         await asyncio.sleep(chance.uniform(0, 2 * _PAUSE_S))
         began, first = time.perf_counter(), 0.0
@@ -116,9 +116,11 @@ async def ask_short(
             print(f"  {number + 1} of {count} short requests", flush=True)
 
 
-def short(seed: int) -> Stories:
-    """Return the short requests."""
-    return Stories(Lengths(SHORT_TOKENS, SHORT_TOKENS), seed)
+@contextlib.asynccontextmanager
+async def connected(server: Process) -> AsyncIterator[Sequence[headrace.AsyncClient]]:
+    """Connect each of the callers."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(connect(server, name)) for name in _CALLERS]
 
 
 async def measure_first(server: Process, options: argparse.Namespace) -> dict[str, Any]:
@@ -126,17 +128,13 @@ async def measure_first(server: Process, options: argparse.Namespace) -> dict[st
     steps: list[float] = []
     alone: list[float] = []
     beside: list[float] = []
-    async with (
-        connect(server, "backlog") as many,
-        connect(server, "other") as other,
-        connect(server, "operator") as operator,
-    ):
-        await ask_short(other, short(2), alone, options.alone)
+    async with connected(server) as (many, other, operator):
+        await ask_short(other, 2, alone, options.alone)
         async with backlog(many, options):
             await asyncio.sleep(options.warm_up)
             engine = (await operator.control.statistics()).engine
             async with running(watch(operator, steps)):
-                await ask_short(other, short(3), beside, options.samples)
+                await ask_short(other, 3, beside, options.samples)
     step = statistics.median(steps)
     return {
         "samples": len(beside),
@@ -158,12 +156,8 @@ async def turn(server: Process, options: argparse.Namespace) -> dict[str, float]
     that empties at the end would measure its end rather than the policy.
     """
     times: list[float] = []
-    async with (
-        connect(server, "backlog") as many,
-        connect(server, "other") as other,
-        connect(server, "operator") as operator,
-    ):
-        async with backlog(many, options), running(ask_short(other, short(4), times)):
+    async with connected(server) as (many, other, operator):
+        async with backlog(many, options), running(ask_short(other, 4, times)):
             await asyncio.sleep(options.warm_up)
             found = await measured(operator, server, options.turn_seconds)
         await until(operator, lambda now: not now.engine.running)

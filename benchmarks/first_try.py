@@ -41,7 +41,8 @@ from benchmarks.rig.serving import has_welcomed, process
 PARTS = ("environment", "resolve", "fetch", "link", "start", "first token")
 """The parts of `make run` in a fresh clone, in order."""
 LARGEST = 8
-_UV = re.compile(r"(Resolved|Prepared|Installed) \d+ packages? in ")
+_UV = re.compile(r"(Resolved|Prepared|Installed) \d+ packages? in (?:(\d+)m )?([\d.]+)(ms|s)")
+"""How uv tells what a step took."""
 _BYTES = 2**20
 
 
@@ -82,10 +83,6 @@ class Run:
             raise SystemFailure("headrace generate printed nothing")
         return taken
 
-    def when(self, pattern: str) -> float | None:
-        """Return the seconds until it printed the first line that contains this text."""
-        return next((at for at, line in self.lines if re.search(pattern, line)), None)
-
 
 @contextlib.contextmanager
 def running(clone: Path, environment: Mapping[str, str]) -> Iterator[Run]:
@@ -109,30 +106,24 @@ def parts(run: Run, ready: float, first_token: float) -> dict[str, float]:
     Raises:
         SystemFailure: uv did not install, so its lines are missing.
     """
-    ends = {name: run.when(f"^{name}") for name in ("Resolved", "Prepared", "Installed")}
-    resolved, prepared, installed = ends.values()
-    if resolved is None or prepared is None or installed is None:
+    ends: dict[str, float] = {}
+    took: dict[str, float] = {}
+    for at, line in run.lines:
+        if told := _UV.match(line):
+            name, minutes, seconds, unit = told.groups(default="0")
+            ends.setdefault(name, at)
+            scale = 1e-3 if unit == "ms" else 1.0
+            took.setdefault(name, 60 * int(minutes) + scale * float(seconds))
+    if ends.keys() != {"Resolved", "Prepared", "Installed"}:
         raise SystemFailure("uv did not install: " + "".join(line for _, line in run.lines[-20:]))
-    resolving = _told(run, "Resolved")
     return {
-        "environment": resolved - resolving,
-        "resolve": resolving,
-        "fetch": prepared - resolved,
-        "link": installed - prepared,
-        "start": ready - installed,
+        "environment": ends["Resolved"] - took["Resolved"],
+        "resolve": took["Resolved"],
+        "fetch": ends["Prepared"] - ends["Resolved"],
+        "link": ends["Installed"] - ends["Prepared"],
+        "start": ready - ends["Installed"],
         "first token": first_token,
     }
-
-
-def _told(run: Run, word: str) -> float:
-    """Return the seconds that a step took, as reported by uv."""
-    for _, line in run.lines:
-        if _UV.match(line) and line.startswith(word):
-            text = line.rpartition(" in ")[2].strip()
-            minutes, _, rest = text.rpartition("m ") if "m " in text else ("0", "", text)
-            scale = 1e-3 if rest.endswith("ms") else 1.0
-            return 60 * float(minutes) + scale * float(rest.rstrip("ms"))
-    return 0.0
 
 
 def sizes(environment: Path) -> dict[str, Any]:

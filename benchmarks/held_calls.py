@@ -14,13 +14,13 @@ its pair.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.measures import figure
 from benchmarks.models import find_model
 from benchmarks.records import Record
 from benchmarks.rig.measurement import (
@@ -30,6 +30,7 @@ from benchmarks.rig.measurement import (
     THREADS,
     Measurement,
     option,
+    paired,
     rotated,
 )
 from benchmarks.rig.stepping import BLOCK, SteppedEngine
@@ -129,14 +130,14 @@ def measure(options: argparse.Namespace, record: Record) -> None:
     """Run all turns."""
     bench = Bench(options)
     record.data |= {"streams": STREAMS, "compile_s": bench.compile_s}
-    turns = []
-    for number in range(options.turns + 1):
-        figures = bench.pair(number)
-        if number:  # the first one warms up
-            turns.append({**figures, "load_average": os.getloadavg()[0]})
-            print(f"turn {number}: " + "  ".join(f"{k} {figure(v)}" for k, v in figures.items()))
-            record.put(turns, "turns")
-    record.put(statistics.median(turn["ratio"] for turn in turns), "ratio")
+    numbers = itertools.count()
+    turns = paired(
+        ("pair",),
+        options.turns,
+        lambda name: {**bench.pair(next(numbers)), "load_average": os.getloadavg()[0]},
+        lambda turns: record.put(turns["pair"], "turns"),
+    )
+    record.put(statistics.median(turn["ratio"] for turn in turns["pair"]), "ratio")
 
 
 def table(record: Mapping[str, Any]) -> str:

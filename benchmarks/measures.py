@@ -73,7 +73,7 @@ def turn_figures(prompts: Sequence[int], replies: Sequence[dict[str, Any]]) -> d
     return figures
 
 
-def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
+def medians(turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return, for each result that every turn has, its median over the turns."""
     names = [name for name in turns[0] if all(name in turn for turn in turns)]
     return {name: statistics.median(turn[name] for turn in turns) for name in names}

@@ -36,6 +36,15 @@ SHAPES = {
     "qwen3-0.6b": _shape(1024, 28, 16, 8, 128, 3072, 151_936, 40_960),
     "qwen3-4b": _shape(2560, 36, 32, 8, 128, 9728, 151_936, 40_960),
     "qwen3-8b": _shape(4096, 36, 32, 8, 128, 12_288, 151_936, 40_960, tied=False),
+    "qwen3.5-0.8b": _shape(
+        *(1024, 24, 8, 2, 256, 3584, 248_320, 40_960),
+        theta=1e7,
+        model_type="qwen3_5_text",
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    ),
     "smollm2-135m": _shape(576, 30, 9, 3, 64, 1536, 49_152, 8192, theta=1e5, model_type="llama"),
     "tiny": _shape(256, 4, 8, 4, 32, 768, 4096, 8192),
     "long": _shape(64, 2, 4, 1, 16, 128, 150_000, 131_072, tied=False),
@@ -98,12 +107,14 @@ def made_once(
     if not (folder / "config.json").is_file():
         print(f"making {folder}", flush=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for path in (folder, folder.with_name(f"{folder.name}.partial")):
+        partial = folder.with_name(f"{folder.name}.partial")
+        for path in (folder, partial):
             shutil.rmtree(path, ignore_errors=True)
         program = f"import json, pathlib, sys; from {module} import *; "
         program += f"folder = pathlib.Path(sys.argv[1]); {code}"
-        command = [sys.executable, "-c", program, str(folder), *words]
+        command = [sys.executable, "-c", program, str(partial), *words]
         subprocess.run(command, cwd=_ROOT, check=True, timeout=seconds)
+        partial.rename(folder)
     return folder
 
 
@@ -122,9 +133,7 @@ def write_random(model_type: str, settings: Mapping[str, Any], folder: Path) -> 
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **settings)
-    partial = folder.with_name(f"{folder.name}.partial")
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(partial)
-    partial.rename(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
 def make_model(name: str, folder: Path, seed: int = 0, device: str = "cpu") -> None:
@@ -140,10 +149,8 @@ def make_model(name: str, folder: Path, seed: int = 0, device: str = "cpu") -> N
     model = random_model(
         name, device=device, dtype=torch.float32 if on_cpu else torch.bfloat16, seed=seed
     )
-    partial = folder.with_name(folder.name + ".partial")
-    model.to(torch.bfloat16).save_pretrained(partial)
-    _write_tokenizer(partial, SHAPES[name]["vocab_size"])
-    partial.rename(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    _write_tokenizer(folder, SHAPES[name]["vocab_size"])
 
 
 def random_model(name: str, *, device: str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
@@ -206,14 +213,6 @@ _SPECIAL = ["<pad>", "<s>", "</s>"]
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     byte_level(vocab_size).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "pad_token": "<pad>",
-                "bos_token": "<s>",
-                "eos_token": "</s>",
-            },
-            indent=2,
-        )
-    )
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))

@@ -19,15 +19,15 @@ import json
 import re
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import headrace
 
-from benchmarks.measures import compared
+from benchmarks.measures import compared, medians
 from benchmarks.models import DEMO
 from benchmarks.records import Record
 from benchmarks.rig.gateways import door, smg, stream_chat, with_template
@@ -42,19 +42,6 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 """The chat template for a checkpoint that has none."""
 
 
-class System(Protocol):
-    """Something that is asked for chats."""
-
-    process: Process | None
-    """What is in front of the front end; None if nothing is."""
-
-    def chats(self, count: int, tokens: int) -> int:
-        """Run this many concurrent chats and return how many tokens arrived."""
-
-    def first(self) -> None:
-        """Run a chat until its first token arrives."""
-
-
 def chats(tokens: int) -> Chats:
     """Return the chats of a turn."""
     return Chats(lambda number: f"{PROMPT} {number}", tokens, temperature=1.0)
@@ -63,7 +50,8 @@ def chats(tokens: int) -> Chats:
 class Grpc:
     """The server itself, with all chats on one session."""
 
-    process: Process | None = None
+    process = None
+    """What is in front of the front end."""
 
     def __init__(self, server: Process) -> None:
         self._server = server
@@ -89,8 +77,7 @@ class Http:
     """The door or smg, with a connection for each chat."""
 
     def __init__(self, process: Process) -> None:
-        self.process: Process | None = process
-        self._port = process.port
+        self.process = process
 
     def chats(self, count: int, tokens: int) -> int:
         """Run this many concurrent chats and return how many tokens arrived."""
@@ -101,11 +88,8 @@ class Http:
                 if b'"completion_tokens"' in line:
                     found.append(json.loads(line[6:])["usage"]["completion_tokens"])
 
-        threads = [threading.Thread(target=one, args=(index,)) for index in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(count) as threads:
+            list(threads.map(one, range(count)))
         if len(found) < count:
             raise RuntimeError(f"only {len(found)} of {count} chats came to their end")
         return sum(found)
@@ -127,7 +111,10 @@ class Http:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return stream_chat(self._port, body)
+        return stream_chat(self.process.port, body)
+
+
+System = Grpc | Http
 
 
 def turn(system: System, front: Process, options: argparse.Namespace) -> dict[str, float]:
@@ -224,9 +211,9 @@ def table(record: Mapping[str, Any]) -> str:
 def summary(turns: Turns) -> dict[str, float]:
     """Return the medians of each system, and the door's ratios to the others in the same turns."""
     found = {
-        f"{each}: {name}": statistics.median(one[name] for one in ones)
+        f"{each}: {name}": value
         for each, ones in turns.items()
-        for name in ones[0]
+        for name, value in medians(ones).items()
     }
     ours = turns["door"]
     for other in (each for each in turns if each != "door"):

@@ -28,8 +28,9 @@ from typing import Any
 
 import headrace
 
+from benchmarks.decoder_shapes import FAMILIES, Family
 from benchmarks.markdown import cpus, link, memory, span, table
-from benchmarks.models import DEMO, checkpoint, make_random
+from benchmarks.models import find_model
 from benchmarks.records import Record
 from benchmarks.rig.measurement import MODELS, Measurement, option
 from benchmarks.rig.serving import BIN, Process, serve
@@ -41,15 +42,7 @@ _PROMPTS = 3
 _POLL_S = 0.02
 MEMORY_BOUND, TIME_BOUND = 0.10, 0.30
 """The largest error of a plan, relative to the run."""
-_COMMON: dict[str, Any] = {
-    "vocab_size": 32000,
-    "num_hidden_layers": 12,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": True,
-}
+_COMMON = {"vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,105 +51,73 @@ class Shape:
 
     Attributes:
         name: the name of the row.
-        model: demo, a name of `benchmarks.models`, or a model type of transformers.
-        settings: settings of that model type's config.
+        model: demo, a name of `benchmarks.models`, or a shape with random weights.
         flags: flags of plan and serve.
     """
 
     name: str
-    model: str
-    settings: dict[str, Any] | None = None
+    model: str | Family
     flags: tuple[str, ...] = ()
+
+
+def _family(model_type: str, sizes: tuple[int, ...], **settings: int) -> Family:
+    return Family("", model_type, sizes, {**_COMMON, **settings})
 
 
 SHAPES = (
     Shape("demo", "demo"),
-    Shape("demo, float32", "demo", flags=("--dtype", "float32")),
+    Shape("demo, float32", "demo", ("--dtype", "float32")),
     Shape("0.6B", "qwen3-0.6b"),
-    Shape("0.6B, int8", "qwen3-0.6b", flags=("--quantization", "int8")),
+    Shape("0.6B, int8", "qwen3-0.6b", ("--quantization", "int8")),
     Shape(
         "sliding windows",
-        "gemma3_text",
-        {
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "sliding_window": 128,
-        },
+        _family("gemma3_text", (768, 3072, 12, 4, 2), head_dim=128, sliding_window=128),
     ),
     Shape(
         "latent attention",
-        "deepseek_v3",
-        {
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "q_lora_rank": 384,
-            "kv_lora_rank": 256,
-            "qk_rope_head_dim": 32,
-            "qk_nope_head_dim": 64,
-            "v_head_dim": 64,
-            "first_k_dense_replace": 12,
-        },
+        _family(
+            "deepseek_v3",
+            (1024, 4096, 12, 16, 16),
+            q_lora_rank=384,
+            kv_lora_rank=256,
+            qk_rope_head_dim=32,
+            qk_nope_head_dim=64,
+            v_head_dim=64,
+            first_k_dense_replace=12,
+        ),
     ),
     Shape(
         "experts",
-        "qwen3_moe",
-        {
-            "hidden_size": 1024,
-            "intermediate_size": 2048,
-            "moe_intermediate_size": 512,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "head_dim": 64,
-            "num_experts": 16,
-            "num_experts_per_tok": 4,
-        },
+        _family(
+            "qwen3_moe",
+            (1024, 2048, 12, 16, 4),
+            moe_intermediate_size=512,
+            head_dim=64,
+            num_experts=16,
+            num_experts_per_tok=4,
+        ),
     ),
-    Shape(
-        "recurrent, 0.8B",
-        "qwen3_5_text",
-        {
-            "vocab_size": 248320,
-            "num_hidden_layers": 24,
-            "hidden_size": 1024,
-            "intermediate_size": 3584,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-        },
-    ),
+    Shape("recurrent, 0.8B", FAMILIES["recurrent"]["qwen3_5"]),
     Shape(
         "recurrent alone",
-        "mamba2",
-        {
-            "num_hidden_layers": 16,
-            "hidden_size": 768,
-            "state_size": 128,
-            "num_heads": 24,
-            "head_dim": 64,
-            "n_groups": 1,
-        },
+        _family(
+            "mamba2",
+            (768,),
+            num_hidden_layers=16,
+            state_size=128,
+            num_heads=24,
+            head_dim=64,
+            n_groups=1,
+        ),
     ),
 )
 
 
 def find(shape: Shape, cache: Path) -> Path:
     """Return the directory of a shape's model, which is made if it does not exist."""
-    if shape.model == "demo":
-        return DEMO
-    if shape.settings is None:
-        return checkpoint(shape.model, cache)
-    return make_random(
-        cache / "models" / f"plan-{shape.model}", shape.model, {**_COMMON, **shape.settings}
-    )
+    if isinstance(shape.model, str):
+        return find_model(shape.model, cache)
+    return shape.model.checkpoint(cache / "models" / f"plan-{shape.model.model_type}")
 
 
 def plan_of(shape: Shape, path: Path) -> dict[str, Any]:
@@ -180,7 +141,6 @@ class Run:
     """A server that was planned, and the resources that it uses."""
 
     def __init__(self, server: Process, client: headrace.Client) -> None:
-        self._server = server
         self._client = client
         self._random = random.Random(0)
         self._vocabulary = client.model().vocab_size
@@ -225,10 +185,6 @@ class Run:
         prompt = [self._random.randrange(3, self._vocabulary) for _ in range(PROMPT)]
         return self._client.generate(prompt, max_tokens=output, ignore_eos=True, temperature=1.0)
 
-    def peak_bytes(self) -> int:
-        """Return the high-water marks of its processes since it was ready."""
-        return sum(resident(pid)[1] for pid in self._server.tree())
-
 
 def measure_shape(shape: Shape, cache: Path) -> dict[str, Any]:
     """Return a row of the record: planned and measured."""
@@ -257,7 +213,7 @@ def measure_shape(shape: Shape, cache: Path) -> dict[str, Any]:
             "prompt_s": run.prompt_s(),
             "decode_1_s": run.decode_s(1),
             "decode_16_s": run.decode_s(REQUESTS),
-            "memory_bytes": run.peak_bytes(),
+            "memory_bytes": sum(resident(pid)[1] for pid in server.tree()),
         }
     row = {
         "name": shape.name,

@@ -61,6 +61,7 @@ class Program:
         self.name = name
         self._log_path = log
         self._peak_bytes = 0
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 command,

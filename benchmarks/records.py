@@ -114,13 +114,13 @@ def cpu_name() -> str:
     return platform.processor()
 
 
-def commit() -> str | None:
-    """Return the repository's commit, with "+" if files differ from it; None outside a
-    repository.
-    """
+def commit(checkout: Path = ROOT) -> str | None:
+    """Return a checkout's commit, with "+" if files differ from it; None outside a repository."""
     try:
         found = [
-            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+            subprocess.run(
+                ["git", *words], cwd=checkout, capture_output=True, text=True, check=True
+            )
             for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "-uno"])
         ]
     except (OSError, subprocess.CalledProcessError):

@@ -26,7 +26,15 @@ from benchmarks.models import find_model
 from benchmarks.plot import draw
 from benchmarks.processes import SystemFailure
 from benchmarks.records import Record
-from benchmarks.rig.bench import Bench, Case, Found, OutOfTime, TimeLimit, limits_of
+from benchmarks.rig.bench import (
+    Bench,
+    Case,
+    Found,
+    OutOfTime,
+    TimeLimit,
+    limits_of,
+    machine_process,
+)
 from benchmarks.rig.measurement import (
     MODELS,
     NAMED_MODEL,
@@ -35,9 +43,8 @@ from benchmarks.rig.measurement import (
     Measurement,
     option,
 )
-from benchmarks.rig.systems import Systems
 from benchmarks.systems import MAX_REQUESTS, SYSTEMS, SystemSpec
-from benchmarks.workloads import WORKLOADS, Lengths, Load, Workload, parse_load
+from benchmarks.workloads import WORKLOADS, Load, Workload, parse_load
 
 LOCAL = RESULTS / "local"
 LOAD_S = 900.0
@@ -155,25 +162,27 @@ def compare(
         SystemFailure: the first system, or all others, cannot start.
     """
     shape, reference = read_shape(model), systems[0].name
-    fitting = [case for case in cases if max(map(_total, case.lengths)) <= shape.max_tokens]
+    fitting = [case for case in cases if max(one.total for one in case.lengths) <= shape.max_tokens]
     for case in cases:
         if case not in fitting:
             print(f"{case.name} is left out: longer than the model's context")
     told = {"dtype": options.dtype, "threads": options.threads}
     about = {"model": str(model), "instructions": options.instructions, **told}
     environment = ENVIRONMENTS.get(options.instructions or "", {})
-    with Systems(options.cache / "logs") as started:
-        machine = started.start_machine(environment=environment, **about)
-        bench = Bench(
-            systems=started,
+    logs = options.cache / "logs"
+    with (
+        machine_process(logs / "machine.log", environment, **about) as machine,
+        Bench(
+            machine=machine,
+            logs=logs,
             about={**about, "cache": str(options.cache)},
             vocab_size=shape.vocab_size,
-            say=lambda line: print(line, flush=True),
             time=TimeLimit(math.inf if options.minutes is None else 60.0 * options.minutes),
             load_s=LOAD_S,
             turn_s=options.turn_seconds,
             environment=environment,
-        )
+        ) as bench,
+    ):
         record.data["machine"] |= {
             "instructions": machine.ready.get("settings", {}).get("instructions"),
             "instructions_chosen": options.instructions is not None,
@@ -186,7 +195,7 @@ def compare(
             "reference": reference,
             "left_out": _start(bench, systems, fitting, shape),
         }
-        if reference not in started.running:
+        if reference not in bench.running:
             raise SystemFailure(f"{reference} does not start; see above")
         found = []
         for case in fitting:
@@ -204,7 +213,7 @@ def compare(
                     "versions": system.ready.get("versions", {}),
                     "python": system.ready.get("python"),
                 }
-                for name, system in started.running.items()
+                for name, system in bench.running.items()
             },
             "systems",
         )
@@ -215,10 +224,6 @@ def compare(
                 case_record["check"] = {
                     name: bench.judge(turn, options.check) for name, turn in came.last.items()
                 }
-
-
-def _total(lengths: Lengths) -> int:
-    return lengths.total
 
 
 def _start(
@@ -240,7 +245,7 @@ def _start(
 
 def _measure(bench: Bench, case: Case, systems: Sequence[SystemSpec], turns: int) -> Found:
     """Let the systems that run take their turns on a case."""
-    found = Found.of(case, [spec.name for spec in systems if spec.name in bench.systems.running])
+    found = Found.of(case, [spec.name for spec in systems if spec.name in bench.running])
     for spec in systems:
         if case.load.rate is not None and not spec.is_online and spec.name in found.turns:
             del found.turns[spec.name]

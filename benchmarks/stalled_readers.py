@@ -25,6 +25,7 @@ import headrace
 from headrace.cli.bench.prompts import Lengths
 
 from benchmarks import markdown
+from benchmarks.measures import medians
 from benchmarks.records import Record
 from benchmarks.rig.load import OWN_CONNECTION, Calls, Stories, connect, send, until
 from benchmarks.rig.measurement import DTYPE, MODEL, THREADS, Measurement, option
@@ -114,12 +115,9 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 def table(record: Mapping[str, Any]) -> str:
     """Return the record as Markdown. The first turn's times do not count."""
     turns = record["turns"]
-    alone, beside = (
-        statistics.median(turn[name] for turn in turns[1:]) * 1e3
-        for name in ("alone_s", "beside_s")
-    )
-    ratio = record["ratio"]["median"]
-    rows = [["ms per token, median", f"{alone:.3f}", f"{beside:.3f}", f"{ratio:.3f}"]]
+    middle = medians(turns[1:])
+    alone, beside = (f"{middle[name] * 1e3:.3f}" for name in ("alone_s", "beside_s"))
+    rows = [["ms per token, median", alone, beside, f"{record['ratio']['median']:.3f}"]]
     for name in ("front_end", "engine"):
         first = turns[0][f"{name}_before_mib"]
         most = max(turn[f"{name}_stalled_mib"] for turn in turns)

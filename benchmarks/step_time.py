@@ -20,15 +20,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from benchmarks.adapters.loop import Turn, drive
-from benchmarks.markdown import table
-from benchmarks.measures import figure, quantile, ratio_span, turn_figures
+from benchmarks.markdown import milliseconds, table
+from benchmarks.measures import figure, medians, quantile, ratio_span, turn_figures
 from benchmarks.records import Record
 from benchmarks.rig.measurement import (
     MODELS,
@@ -152,12 +151,9 @@ def tables(record: Mapping[str, Any]) -> str:
             found = [own[name] / other[beside] for own, other in pairs]
             return ratio_span(found, ".2f") if len(found) > 1 else f"{found[0]:.2f}"
 
-        middle = {
-            name: statistics.median(entry[name] for entry in turns.values())
-            for name in (*_NAMES, "over_target")
-        }
+        middle = medians(list(turns.values()))
         over = "" if target == "0" else f"{middle['over_target']:.0%}"
-        itl = f"{figure(1e3 * middle['itl_p50_s'])}, {figure(1e3 * middle['itl_p99_s'])}"
+        itl = milliseconds(middle, "itl_p50_s", "itl_p99_s")
         rows.append(
             [
                 "none" if target == "0" else target,
@@ -173,17 +169,14 @@ def tables(record: Mapping[str, Any]) -> str:
     for target in sorted(record["long"], key=float):
         turns = list(record["long"][target].values())
         worst = [entry["worst_gap_s"] for entry in turns]
-        gap, first = (
-            statistics.median(entry[name] for entry in turns)
-            for name in ("gap_p50_s", "long_ttft_s")
-        )
+        middle = medians(turns)
         of_target = "" if target == "0" else f"{max(worst) / float(target):.2f}"
         rows.append(
             [
                 "none" if target == "0" else target,
                 str(len(turns)),
                 ", ".join(figure(1e3 * one) for one in worst),
-                *(of_target, figure(1e3 * gap), figure(first)),
+                *(of_target, milliseconds(middle, "gap_p50_s"), figure(middle["long_ttft_s"])),
             ]
         )
     columns = f"a prompt of {options['long']:,} among {_STREAMS} streams, target s | turns"

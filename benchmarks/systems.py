@@ -27,6 +27,7 @@ class SystemSpec:
         is_peer: whether it runs in a separate environment, which `--peer` names.
         peer: this environment; None until it is known.
         is_online: whether it accepts requests while it runs.
+        needs_gpu: whether it is measured on a GPU alone.
         environment: variables of its process.
         preload: patterns of libraries in its environment that are loaded first.
         python: its interpreter.
@@ -41,6 +42,7 @@ class SystemSpec:
     is_peer: bool = False
     peer: Path | None = None
     is_online: bool = True
+    needs_gpu: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
     python: str = sys.executable

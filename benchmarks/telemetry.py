@@ -41,9 +41,9 @@ _EXPORT_S = 5.0
 
 
 def server(
-    options: argparse.Namespace, address: str = "", page: str = ""
+    options: argparse.Namespace, address: str = "", port: int = 0
 ) -> contextlib.AbstractContextManager[Process]:
-    """Run a server, with all telemetry if a receiver's address and a page are given."""
+    """Run a server, with all telemetry if a receiver's address and a page's port are given."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL")}
     if address:
         environment |= {
@@ -52,7 +52,7 @@ def server(
             "OTEL_METRICS_EXPORTER": "otlp,prometheus",
             "OTEL_METRIC_EXPORT_INTERVAL": str(round(_EXPORT_S * 1000)),
             "OTEL_EXPORTER_PROMETHEUS_HOST": "127.0.0.1",
-            "OTEL_EXPORTER_PROMETHEUS_PORT": page.rpartition(":")[2].partition("/")[0],
+            "OTEL_EXPORTER_PROMETHEUS_PORT": str(port),
         }
     flags = flags_of(options, "--no-prefix-cache")
     return serve(*flags, model=options.model, environment=environment)
@@ -84,24 +84,25 @@ def receiver() -> Iterator[tuple[str, list[int]]]:
         server.stop(None).wait()
 
 
-async def keep_scraping(page: str) -> None:
-    """Scrape the page as Prometheus does."""
+async def keep_scraping(port: int) -> None:
+    """Scrape the page as Prometheus does. port: 0 if there is none."""
+    page = f"http://127.0.0.1:{port}/metrics"
 
     def scrape() -> int:
         with urllib.request.urlopen(page, timeout=WAIT_S) as answer:
             return len(answer.read())
 
-    while page:
+    while port:
         if not await asyncio.to_thread(scrape):
             raise RuntimeError("the page is empty")
         await asyncio.sleep(_EXPORT_S)
 
 
-async def turn(server: Process, page: str, options: argparse.Namespace) -> dict[str, float]:
+async def turn(server: Process, port: int, options: argparse.Namespace) -> dict[str, float]:
     """Run an endless load and return what the server did meanwhile."""
     stories = Stories(Lengths(TOKENS - SPREAD, TOKENS + SPREAD), seed=7)
     async with connect(server) as client, connect(server) as operator:
-        async with loaded(Calls(client), stories, options.requests), running(keep_scraping(page)):
+        async with loaded(Calls(client), stories, options.requests), running(keep_scraping(port)):
             await asyncio.sleep(options.warm_up)
             found = await measured(operator, server, options.turn_seconds)
         await until(operator, lambda now: not now.engine.running)
@@ -113,9 +114,8 @@ async def turn(server: Process, page: str, options: argparse.Namespace) -> dict[
 
 def measure(options: argparse.Namespace, record: Record) -> None:
     """Run all turns."""
-    page = f"http://127.0.0.1:{free_port()}/metrics"
     with receiver() as (address, received), contextlib.ExitStack() as stack:
-        telemetry = {OFF: ("", ""), ON: (address, page), AGAIN: ("", "")}
+        telemetry = {OFF: ("", 0), ON: (address, free_port()), AGAIN: ("", 0)}
         servers = {
             kind: stack.enter_context(server(options, *more)) for kind, more in telemetry.items()
         }

@@ -141,9 +141,9 @@ class Asker:
             await call
         self._calls.append(call)
 
-    async def fill(self, seeds: range) -> tuple[int, int]:
+    async def fill(self, seeds: range) -> tuple[int, int | None]:
         """Add requests until no more are admitted. Returns how many were admitted, and how many
-        bytes admission counts then.
+        bytes admission counts then; None if all were.
         """
         for admitted, seed in enumerate(seeds):
             if (refused := await self.add(seed)) is None:
@@ -151,7 +151,7 @@ class Asker:
             if refused.reason != "TOO_MANY_LIVE_BYTES":
                 raise refused
             return admitted, int(refused.metadata["present"])
-        raise RuntimeError("all of them were admitted")
+        return len(seeds), None
 
     async def cancel(self, seeds: range) -> None:
         """Cancel some requests."""
@@ -167,34 +167,27 @@ async def measure_kind(kind: str, server: Process, count: int) -> dict[str, Any]
         shape = Shape(card.vocab_size, card.limits.max_prompt_tokens)
         await client.control.pause("requests are to wait")
         asker = Asker(client, kind, shape)
-        for seed in range(WARMING):
-            if (refused := await asker.add(seed)) is not None:
-                raise refused
+        await asker.fill(range(WARMING))
         await asker.cancel(range(WARMING))
         await until(client, lambda now: now.front_end.live_requests == 0)
         before = server.memory()
-        admitted, refused = 0, None
-        while admitted < count and refused is None:
-            refused = await asker.add(WARMING + admitted)
-            admitted += refused is None
-        if refused is not None and refused.reason != "TOO_MANY_LIVE_BYTES":
-            raise refused
+        admitted, counted = await asker.fill(range(WARMING, WARMING + count))
         await asyncio.sleep(1.0)
         after = server.memory()
-        if refused is not None:
-            counted = int(refused.metadata["present"])
-        else:
+        if not (is_full := counted is not None):
             filler = Asker(client, FILLER, shape)
             more, full = await filler.fill(range(1000, 2000))
             await filler.cancel(range(1000, 1000 + more))
             await asker.cancel(range(WARMING, WARMING + admitted))
             await until(client, lambda now: now.front_end.live_requests == 0)
             alone, full_alone = await filler.fill(range(2000, 3000))
+            if full is None or full_alone is None:
+                raise RuntimeError("all of them were admitted")
             counted = full - round(more * full_alone / alone)
     each = {name: (after[name] - size) / admitted for name, size in before.items()}
     return {
         "requests": admitted,
-        "is_full": refused is not None,
+        "is_full": is_full,
         "counted_bytes_each": round(counted / admitted),
         "front_end_bytes_each": round(each["front_end"]),
         "engine_bytes_each": round(each["engine"]),

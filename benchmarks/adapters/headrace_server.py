@@ -69,11 +69,8 @@ async def _pace(turn: Turn, submit: Any) -> None:
 
     async def read(index: int) -> None:
         output = submit(turn.requests[index])
-        if isinstance(output, headrace.AsyncStream):
-            async with output:
-                async for chunk in output:
-                    turn.add(index, chunk.token_ids)
-        else:
+        is_stream = isinstance(output, headrace.AsyncStream)
+        async with output if is_stream else contextlib.nullcontext():
             async for chunk in output:
                 turn.add(index, chunk.token_ids)
         turn.finish(index)
@@ -84,11 +81,9 @@ async def _pace(turn: Turn, submit: Any) -> None:
             for index in turn.due():
                 tasks.create_task(read(index))
             changed.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(turn.wait_s()):
                     await changed.wait()
-            except TimeoutError:
-                pass
 
 
 def _of(request: dict[str, Any]) -> dict[str, Any]:

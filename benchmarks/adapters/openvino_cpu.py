@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adapters.loop import Turn, drive, main, versions
+from benchmarks.adapters.loop import drive, main, versions
 
 PRECISIONS = {"bfloat16": ("fp16", "bf16"), "float32": ("fp32", "f32")}
 """The precisions of the exported weights, and of the computation and the KV cache."""
@@ -82,8 +82,7 @@ class OpenVino:
             "versions": versions("openvino", "openvino-genai"),
         }
 
-    def run(self, turn: Turn) -> None:
-        drive(self, turn)
+    run = drive
 
     def submit(self, index: int, prompt: list[int], max_tokens: int) -> None:
         import numpy

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import platform
 import subprocess
 import time
@@ -34,11 +35,10 @@ from benchmarks.gpu.record import (
 from benchmarks.gpu.sizes import CPU_SIZES, GPU_SIZES, Sizes
 from benchmarks.gpu.tables import predictions, render_part
 from benchmarks.models import SHAPES
-from benchmarks.processes import SystemFailure
+from benchmarks.processes import System, SystemFailure
 from benchmarks.records import Record, commit, read_record
-from benchmarks.rig.bench import Bench, OutOfTime, TimeLimit
+from benchmarks.rig.bench import Bench, OutOfTime, TimeLimit, machine_process, say
 from benchmarks.rig.measurement import MODELS, RESULTS, Measurement, option
-from benchmarks.rig.systems import Systems
 
 CHECKS = "checks"
 PARTS = (CHECKS, *MEASURING)
@@ -55,17 +55,17 @@ def measure(options: argparse.Namespace, record: Record) -> None:
     if options.predict:
         _predict(folder or RESULTS, sizes)
         return
-    with Systems(options.cache / "logs") as systems:
-        machine = systems.start_machine(device=options.device, dtype=DTYPE, threads=1)
+    about = {"device": options.device, "dtype": DTYPE, "threads": 1}
+    with machine_process(options.cache / "logs" / "machine.log", **about) as machine:
         device = {**machine.ready["settings"], "driver": _driver(options.device)}
         default = RESULTS / "local" if options.device == "cpu" else RESULTS
         record.path = (folder or default) / record_name(device)
         record.go_on(device=device)
         record.data.setdefault("parts", {})
-        _say(f"{device['name']}; the record is {record.path}")
+        say(f"{device['name']}; the record is {record.path}")
         if options.device != "cpu":
             for line in lacking(names):
-                _say(f"not here: {line}")
+                say(f"not here: {line}")
         provenance = {
             "commit": options.commit or commit(),
             "versions": {
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, record: Record) -> None:
                 **machine.ready["versions"],
             },
         }
-        run = Run(options, record, systems, sizes, provenance)
+        run = Run(options, record, machine, sizes, provenance)
         failed = run.check(is_asked=CHECKS in names)
         states = {
             name: run.measure(name, MEASURING[name], failed) for name in names if name != CHECKS
@@ -128,14 +128,15 @@ class Run:
 
     Attributes:
         options: the command's.
-        record, systems: the device's.
+        record: the device's.
+        machine: the process that measures its rates.
         sizes: how much is measured.
         provenance: the sources' commit and the packages' versions.
     """
 
     options: argparse.Namespace
     record: Record
-    systems: Systems
+    machine: System
     sizes: Sizes
     provenance: dict[str, Any]
 
@@ -146,9 +147,9 @@ class Run:
         part = self._part(CHECKS, model=None, dtype="float32")
         has_passed = part.is_current() and part.data["state"] in (COMPLETE, OUT_OF_TIME, QUICK)
         if has_passed and not is_asked:
-            _say("checks: passed before, of these sources")
+            say("checks: passed before, of these sources")
             return []
-        _say(CHECKS)
+        say(CHECKS)
         began, seconds = time.monotonic(), 60.0 * self.options.minutes
         logs, device = self.options.cache / "logs", self.options.device
         part.begin(resume=False)
@@ -169,41 +170,34 @@ class Run:
             dtype=DTYPE,
             weight_bytes=shape.weight_bytes(DTYPE),
             kv_bytes_per_token=shape.kv_bytes(DTYPE),
-            sizes=_as_json(sizes),
+            sizes=json.loads(json.dumps(dataclasses.asdict(sizes))),  # as the record has them
         )
         if options.resume and part.is_current() and part.data["state"] == COMPLETE:
-            _say(f"{name}: complete before")
+            say(f"{name}: complete before")
             return COMPLETE
-        _say(f"{name}: {spec.meaning} ({model})")
+        say(f"{name}: {spec.meaning} ({model})")
         part.begin(resume=options.resume)
         if (why := bars(spec.needs, failed)) is not None:
-            _say(f"  not measured: {why}")
+            say(f"  not measured: {why}")
             part.leave_out(name, why)
             part.end(LEFT_OUT)
             return LEFT_OUT
         seconds = min(60.0 * options.minutes, spec.most_s)
         about = {"model": model, "build": model, "device": options.device, "dtype": DTYPE}
         bench = Bench(
-            systems=self.systems,
+            machine=self.machine,
+            logs=options.cache / "logs",
             about={**about, "threads": 1, "cache": ""},
             vocab_size=shape.vocab_size,
-            say=lambda line: _say(f"  {line}"),
+            say=lambda line: say(f"  {line}"),
             time=TimeLimit(seconds, LEAST_S),
             environment={"HF_HUB_OFFLINE": "1"},
             log=f"{name}-",
         )
-        session = Session(
-            part=part,
-            bench=bench,
-            model=model,
-            shape=shape,
-            device=options.device,
-            sizes=sizes,
-            cache=options.cache,
-        )
+        device, cache = options.device, options.cache
         state = COMPLETE
         try:
-            spec.run(session)
+            spec.run(Session(part, bench, model, shape, device, sizes, cache))
             if not part.data["rows"]:
                 state = LEFT_OUT
         except OutOfTime as late:
@@ -213,7 +207,7 @@ class Run:
             # A system that is silent until the part's time is over has not failed.
             state = OUT_OF_TIME if bench.time.left_s() <= 0 else FAILED
             part.leave_out("the rest", str(failure).splitlines()[0])
-            _say(f"  {failure}")
+            say(f"  {failure}")
         finally:
             bench.close()
         part.end(state)
@@ -224,20 +218,8 @@ class Run:
         return Part(self.record, name, {**self.provenance, **about})
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
 def _show(part: Part) -> None:
-    _say(f"\n{render_part(part.name, part.data)}\n")
-
-
-def _as_json(sizes: Sizes) -> dict[str, object]:
-    """Convert a value to what a record returns for it after a JSON round trip."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in dataclasses.asdict(sizes).items()
-    }
+    say(f"\n{render_part(part.name, part.data)}\n")
 
 
 def _driver(device: str) -> str | None:

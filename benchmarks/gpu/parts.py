@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.floors import Rates, Shape, prompts_s, step_s
 from benchmarks.gpu import predict
 from benchmarks.gpu.record import Part
-from benchmarks.gpu.sizes import Sizes, as_given, small_sizes, smoke_sizes
+from benchmarks.gpu.sizes import Sizes, small_sizes, smoke_sizes
 from benchmarks.measures import compared, medians
 from benchmarks.models import made_once
 from benchmarks.processes import ROOT, SystemFailure
@@ -33,22 +33,14 @@ JUDGED = 2
 GPU_ONLY = "needs a CUDA device"
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A system that is compared with the engine's defaults."""
-
-    spec: SystemSpec
-    only_on_gpu: bool = False
-
-
 def _system(
     name: str,
     module: str = "benchmarks.adapters.headrace_engine",
     *,
-    only_on_gpu: bool = True,
+    needs_gpu: bool = True,
     **options: Any,
-) -> Variant:
-    return Variant(SystemSpec(name, module, options={**ALONE, **options}), only_on_gpu)
+) -> SystemSpec:
+    return SystemSpec(name, module, options={**ALONE, **options}, needs_gpu=needs_gpu)
 
 
 OPTIONS = (
@@ -57,13 +49,13 @@ OPTIONS = (
     _system("no graphs, no overlap", use_cuda_graph=False, use_async_batching=False),
     _system("graphs of decode steps alone", use_cuda_graph=[False, True]),
     _system("decoder of transformers", decoder="transformers"),
-    _system("attention in torch", only_on_gpu=False, attention="torch"),
+    _system("attention in torch", needs_gpu=False, attention="torch"),
 )
 COMPILING = tuple(
     _system(f"compile level {level}", default_compile_level=level) for level in (1, 2, 3)
 )
 PEERS = (
-    _system("generate_batch", BATCHING, only_on_gpu=False, max_batch_tokens=None),
+    _system("generate_batch", BATCHING, needs_gpu=False, max_batch_tokens=None),
     _system("generate_batch, graphs", BATCHING, use_cuda_graph=True, use_async_batching=True),
     _system(
         "generate_batch, compiled",
@@ -74,14 +66,14 @@ PEERS = (
     ),
     _system("generate_batch, flash", BATCHING, attention="flash_attention_2"),
 )
-ENGINE = _system("headrace", per_request_processors=True).spec
+ENGINE = _system("headrace", per_request_processors=True)
 SAMPLED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 """The sampling options in the generation config of Qwen3's checkpoints."""
 WAYS: tuple[tuple[str, Mapping[str, Any] | None], ...] = (("", None), (", sampled", SAMPLED))
 """How tokens are chosen: the suffix of a row's key, and the options."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Session:
     """What a part is given.
 
@@ -154,7 +146,7 @@ class Session:
             floor["decode_rate"] = len(lengths) / floor["step_s"]
             steps = predict.decode(self.model, len(lengths), median["context"], limits)
             more = {"predicted": dataclasses.asdict(steps)}
-        system = self.bench.systems.running[name]
+        system = self.bench.running[name]
         return {
             "key": key,
             "system": name,
@@ -255,15 +247,15 @@ def _profile(session: Session, case: Case) -> None:
 
 
 def compare(
-    session: Session, variants: Sequence[Variant], batches: Sequence[int] | None = None
+    session: Session, variants: Sequence[SystemSpec], batches: Sequence[int] | None = None
 ) -> None:
-    """Compare each variant with the engine, which stays loaded. batches: None for the sizes'."""
+    """Compare each system with the engine, which stays loaded. batches: None for the sizes'."""
     batches = batches or session.sizes.pair
     bench, output = session.bench, session.sizes.pair_output
     room = [session.case("room", max(batches), output)]
     for index, variant in enumerate(variants):
-        name = variant.spec.name
-        if variant.only_on_gpu and session.device == "cpu":
+        name = variant.name
+        if variant.needs_gpu and session.device == "cpu":
             session.part.leave_out(name, GPU_ONLY)
             continue
         cases = [session.case(f"{name} at {batch}", batch, output) for batch in batches]
@@ -271,10 +263,10 @@ def compare(
         if not missing:
             continue
         try:
-            if ENGINE.name not in bench.systems.running:
+            if ENGINE.name not in bench.running:
                 session.start(ENGINE, room)
             try:
-                session.start(variant.spec, room)
+                session.start(variant, room)
                 for case in missing:
                     session.measure(case, ENGINE.name, name)
                 bench.drop(name)
@@ -284,7 +276,7 @@ def compare(
                 session.part.leave_out(name, why)
                 bench.close()  # whichever of the two it was
         except OutOfTime:
-            rest = ", ".join(one.spec.name for one in variants[index:])
+            rest = ", ".join(one.name for one in variants[index:])
             raise OutOfTime(rest) from None
 
 
@@ -300,15 +292,13 @@ def grpc(session: Session) -> None:
         options={"style": "session", "flags": ["--no-prefix-cache"]},
         model=str(_checkpoint(session)),
     )
-    compare(session, [Variant(server)], [session.sizes.session])
+    compare(session, [server], [session.sizes.session])
 
 
 def _server_missing() -> str | None:
     """Return why the service cannot run here; None if it can."""
-    names = (
-        "headrace, service.command.cli, service.server, engine.process.worker, engine.structured"
-    )
-    code = f"import {names}"
+    code = "import headrace, service.command.cli, service.server, engine.process.worker"
+    code += ", engine.structured"
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -352,7 +342,7 @@ def itl(session: Session) -> None:
         ]
         missing = [case for case in cases if not session.part.has(case.name)]
         if missing:
-            session.start(_system(name, max_batch_tokens=budget).spec, missing)
+            session.start(_system(name, max_batch_tokens=budget), missing)
             for case in missing:
                 session.measure(case, name)
             session.bench.drop(name)
@@ -382,7 +372,7 @@ class Measuring:
     model: str
     meaning: str
     needs: frozenset[str] = COMPUTING
-    sizes: Callable[[Sizes], Sizes] = as_given
+    sizes: Callable[[Sizes], Sizes] = lambda sizes: sizes
     most_s: float = math.inf
 
 

@@ -52,18 +52,6 @@ _DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """Launches of a step: per layer, and outside of the layers."""
-
-    layer: int
-    rest: int
-
-    def of(self, layers: int) -> int:
-        """Return the launches for a model with this many layers."""
-        return self.layer * layers + self.rest
-
-
-@dataclass(frozen=True, slots=True)
 class Predicted:
     """A range of seconds, from the smallest to the largest, and the number of launches included."""
 
@@ -72,11 +60,18 @@ class Predicted:
     launches: int
 
 
-def read_counts(kind: str) -> Counts:
-    """Return the counted launches of a step. kind: decode or prefill."""
+def read_counts(kind: str) -> tuple[int, int]:
+    """Return the counted launches of a step, in each layer and outside of the layers. kind: decode
+    or prefill.
+    """
     table: dict[str, Any] = json.loads(COUNTS.read_text(encoding="utf-8"))
     found = table["families"][FAMILY][DECODER][kind]
-    return Counts(found["layer"], found["step"] - TRACED_LAYERS * found["layer"])
+    return found["layer"], found["step"] - TRACED_LAYERS * found["layer"]
+
+
+def _launches(kind: str, model: str) -> int:
+    layer, rest = read_counts(kind)
+    return layer * int(SHAPES[model]["num_hidden_layers"]) + rest
 
 
 def decode(
@@ -85,7 +80,7 @@ def decode(
     """Predict a decode step of this many requests, each after this many tokens. draws: whether
     tokens are sampled.
     """
-    shape, launches = shape_of(SHAPES[model]), read_counts("decode").of(_layers(model))
+    shape, launches = shape_of(SHAPES[model]), _launches("decode", model)
     kv_s = batch * context * shape.kv_bytes(_DTYPE) / rates.bandwidth
     products_s = step_s(shape, _DTYPE, batch, context, rates) - kv_s
     base_s = products_s / _share(RATE_SHARES, batch) + kv_s / _share(KV_SHARES, batch)
@@ -96,7 +91,7 @@ def decode(
 
 def prompt(model: str, tokens: int, rates: Rates = H200) -> Predicted:
     """Predict the time of a prompt of this many tokens, in a step with others."""
-    launches = read_counts("prefill").of(_layers(model))
+    launches = _launches("prefill", model)
     products_s = prompts_s(shape_of(SHAPES[model]), [Lengths(tokens, 1)], rates)
     base_s = products_s / PROMPT_SHARE + tokens * small_bytes(SHAPES[model]) / rates.bandwidth
     share = tokens / PROMPT_STEP
@@ -136,7 +131,3 @@ def steps_of(record: Mapping[str, Any]) -> dict[str, dict[int, float]]:
                 steps = found.setdefault(part["model"], {})
                 steps[row["requests"]] = row["median"]["step_s"]
     return found
-
-
-def _layers(model: str) -> int:
-    return int(SHAPES[model]["num_hidden_layers"])

@@ -107,8 +107,3 @@ def small_sizes(sizes: Sizes) -> Sizes:
     return dataclasses.replace(
         sizes, batches=batches, profiled=batches if sizes.profiled else (), turns=1
     )
-
-
-def as_given(sizes: Sizes) -> Sizes:
-    """The command's sizes, unchanged."""
-    return sizes

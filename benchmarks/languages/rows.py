@@ -12,6 +12,7 @@ from benchmarks.processes import ROOT
 from scripts.client_languages import LANGUAGES, Language
 
 _TOOLS = ROOT / ".tools" / "bin"
+_CARGO = "cargo build --locked --release"
 Build = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -82,21 +83,7 @@ ROWS = (
         "rust",
         "Rust",
         (str(ROOT / ".tools" / "rust" / "release" / "load"),),
-        (
-            (
-                "clients/rust",
-                (
-                    "cargo",
-                    "build",
-                    "--locked",
-                    "--release",
-                    "--package",
-                    "headrace-conformance",
-                    "--bin",
-                    "load",
-                ),
-            ),
-        ),
+        (("clients/rust", tuple(f"{_CARGO} --package headrace-conformance --bin load".split())),),
         0.9,
         _registered("rust").environment,
     ),

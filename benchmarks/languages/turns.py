@@ -22,7 +22,7 @@ from typing import Any
 import benchmarks.languages
 from benchmarks.languages.rows import ROWS, Row
 from benchmarks.markdown import columns, cpus, link
-from benchmarks.measures import compared, figure
+from benchmarks.measures import compared, figure, medians
 from benchmarks.processes import Program, SystemFailure
 from benchmarks.records import Record
 from benchmarks.rig.measurement import Measurement, Turns, option, paired
@@ -123,17 +123,15 @@ def _turn(case: Case, program: Program, server: Process) -> dict[str, float]:
 def figures(case: Case, played: Turns, peaks: Mapping[str, int]) -> dict[str, Any]:
     """Summarise the turns of each language. peaks: their peak memory in bytes."""
 
-    def median(name: str, what: str) -> float:
-        return statistics.median(turn[what] for turn in played[name])
-
-    fastest = played[min(played, key=lambda name: median(name, "seconds"))]
+    middle = {name: medians(turns) for name, turns in played.items()}
+    fastest = played[min(played, key=lambda name: middle[name]["seconds"])]
     return {
         name: {
             "turns": turns,
             "tokens_per_s": statistics.median(case.all_tokens / turn["seconds"] for turn in turns),
             "of_fastest": compared(fastest, turns, "seconds")["median"],
-            "client_us_per_token": median(name, "client_s") / case.all_tokens * 1e6,
-            "server_us_per_token": median(name, "server_s") / case.all_tokens * 1e6,
+            "client_us_per_token": middle[name]["client_s"] / case.all_tokens * 1e6,
+            "server_us_per_token": middle[name]["server_s"] / case.all_tokens * 1e6,
             "peak_bytes": peaks[name],
         }
         for name, turns in played.items()

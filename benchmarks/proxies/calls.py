@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from headrace import AsyncClient, HeadraceError, Result
 
@@ -46,37 +47,20 @@ class Situation:
 
 
 @dataclass(slots=True)
-class Got:
-    """What a call has delivered so far.
-
-    Attributes:
-        texts: the text of each of its requests, by key.
-        request_id: the id of a request that was added to run by itself; empty if there is none.
-    """
-
-    texts: dict[str, str] = field(default_factory=dict)
-    request_id: str = ""
-
-    def take(self, key: str, text: str) -> None:
-        """Add text of a request."""
-        self.texts[key] = self.texts.get(key, "") + text
-
-    def whole(self, tokens: int) -> int:
-        """Return how many requests have all of their tokens, all from one run."""
-        return sum(len(one) == tokens and len(set(one)) == 1 for one in self.texts.values())
-
-
-@dataclass(frozen=True, slots=True)
 class Order:
-    """One call in one situation.
+    """One call in one situation, and what it has delivered so far.
 
     Attributes:
         key: its unique name.
         situation: the situation.
+        texts: the text of each of its requests, by key.
+        request_id: the id of a request that was added to run by itself; empty if there is none.
     """
 
     key: str
     situation: Situation
+    texts: dict[str, str] = field(default_factory=dict)
+    request_id: str = ""
 
     @property
     def keys(self) -> list[str]:
@@ -91,30 +75,37 @@ class Order:
         """Return the prompts of a session or batch, by key."""
         return {key: self._prompt(key, self.situation.each) for key in self.keys}
 
+    def take(self, key: str, text: str) -> None:
+        """Add text of a request."""
+        self.texts[key] = self.texts.get(key, "") + text
+
+    def whole(self) -> int:
+        """Return how many requests have all of their tokens, all from one run."""
+        tokens = self.situation.tokens
+        return sum(len(one) == tokens and len(set(one)) == 1 for one in self.texts.values())
+
     def _prompt(self, key: str, size: int) -> str:
         situation = self.situation
         return prompt_of(key, wait_s=situation.wait_s, every_s=situation.every_s, size=size)
 
 
-async def _generate(client: AsyncClient, order: Order, got: Got) -> None:
+async def _generate(client: AsyncClient, order: Order) -> None:
     result = await client.generate(order.single(), max_tokens=order.situation.tokens)
-    got.take(order.key, result.text)
+    order.take(order.key, result.text)
 
 
-async def _stream(client: AsyncClient, order: Order, got: Got) -> None:
+async def _stream(client: AsyncClient, order: Order) -> None:
     async with client.stream(order.single(), max_tokens=order.situation.tokens) as stream:
         async for chunk in stream:
-            got.take(order.key, chunk.text)
+            order.take(order.key, chunk.text)
 
 
-async def _session(
-    client: AsyncClient, order: Order, got: Got, *, lease: float | None = None
-) -> None:
+async def _session(client: AsyncClient, order: Order, *, lease: float | None = None) -> None:
     async with client.session(lease=lease) as session:
 
         async def read(key: str, prompt: str) -> None:
             async for chunk in session.submit(prompt, max_tokens=order.situation.tokens):
-                got.take(key, chunk.text)
+                order.take(key, chunk.text)
 
         if order.situation.idle_s:
             await read(order.key, order.single())
@@ -122,37 +113,33 @@ async def _session(
         await _all([read(key, prompt) for key, prompt in order.prompts().items()])
 
 
-async def _leased(client: AsyncClient, order: Order, got: Got) -> None:
-    await _session(client, order, got, lease=LEASE_S)
-
-
-async def _batch(client: AsyncClient, order: Order, got: Got) -> None:
+async def _batch(client: AsyncClient, order: Order) -> None:
     keys, failed = order.keys, []
     outcomes = client.batch(order.prompts().values(), max_tokens=order.situation.tokens)
     async for index, outcome in outcomes:
         if isinstance(outcome, Result):
-            got.take(keys[index], outcome.text)
+            order.take(keys[index], outcome.text)
         else:
             failed.append(outcome)
     if failed:
         raise failed[0]
 
 
-async def _add(client: AsyncClient, order: Order, got: Got) -> None:
+async def _add(client: AsyncClient, order: Order) -> None:
     accepted = await client.add_request(order.single(), max_tokens=order.situation.tokens)
-    got.request_id = accepted.request_id
+    order.request_id = accepted.request_id
 
 
-async def _add_and_get(client: AsyncClient, order: Order, got: Got) -> None:
-    await _add(client, order, got)
-    got.take(order.key, (await client.get_result(got.request_id)).text)
+async def _add_and_get(client: AsyncClient, order: Order) -> None:
+    await _add(client, order)
+    order.take(order.key, (await client.get_result(order.request_id)).text)
 
 
-async def _add_and_attach(client: AsyncClient, order: Order, got: Got) -> None:
-    await _add(client, order, got)
+async def _add_and_attach(client: AsyncClient, order: Order) -> None:
+    await _add(client, order)
     async with client.session(lease=LEASE_S) as session:
-        async for chunk in session.attach(got.request_id):
-            got.take(order.key, chunk.text)
+        async for chunk in session.attach(order.request_id):
+            order.take(order.key, chunk.text)
 
 
 async def _all(reads: list[Awaitable[None]]) -> None:
@@ -162,11 +149,11 @@ async def _all(reads: list[Awaitable[None]]) -> None:
             raise outcome
 
 
-CALLS: Mapping[str, Callable[[AsyncClient, Order, Got], Awaitable[None]]] = {
+CALLS: Mapping[str, Callable[[AsyncClient, Order], Awaitable[None]]] = {
     "Generate": _generate,
     "GenerateStream": _stream,
     "session": _session,
-    "session with a lease": _leased,
+    "session with a lease": partial(_session, lease=LEASE_S),
     "AddRequest, GetResult": _add_and_get,
     "AddRequest, attach": _add_and_attach,
     "batch": _batch,
@@ -233,12 +220,12 @@ class Tried:
 async def tried(way: Way, situation: Situation, call: str) -> Tried:
     """Try a call."""
     order = Order(f"{way.name}/{situation.name}/{call}".replace(" ", "-"), situation)
-    got, error, began = Got(), "", time.monotonic()
+    error, began = "", time.monotonic()
     limit = LIMIT_S + situation.idle_s
     async with AsyncClient(f"127.0.0.1:{way.port}", channel_options=OWN_CONNECTION) as client:
         try:
             async with asyncio.timeout(limit):
-                await CALLS[call](client, order, got)
+                await CALLS[call](client, order)
         except HeadraceError as failure:
             error = f"{failure.code.name}: {failure}"
         except TimeoutError:
@@ -249,11 +236,11 @@ async def tried(way: Way, situation: Situation, call: str) -> Tried:
     keys += [] if is_single else order.keys
     goes_on = False
     async with AsyncClient(way.server, channel_options=OWN_CONNECTION) as client:
-        if error and got.request_id:
-            later = await client.get_result(got.request_id, timeout=LIMIT_S)
+        if error and order.request_id:
+            later = await client.get_result(order.request_id, timeout=LIMIT_S)
             goes_on = len(later.text) == situation.tokens
         tries = (await client.generate(tries_of(keys[0]))).text
-    whole = got.whole(situation.tokens)
+    whole = order.whole()
     return Tried(
         way=way.name,
         situation=situation.name,
@@ -262,7 +249,7 @@ async def tried(way: Way, situation: Situation, call: str) -> Tried:
         seconds=seconds,
         requests=whole,
         of_requests=len(keys),
-        tokens=len(got.texts.get(keys[-1], "")),
+        tokens=len(order.texts.get(keys[-1], "")),
         of_tokens=situation.tokens,
         tries=int(tries),
         goes_on=goes_on,

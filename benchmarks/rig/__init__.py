@@ -4,7 +4,6 @@
   ends it.
 - `load` sends requests to it, as `headrace bench` does, and reads its statistics.
 - `stepping` loads an engine that is stepped in this process.
-- `systems` are adapters' processes, of which one computes at a time.
 - `bench` lets systems take turns on one model, within a limit of time.
 - `gateways` starts smg, and asks doors of OpenAI's API for chats.
 - `measurement` turns options, a function that measures and a table into a command and a record.

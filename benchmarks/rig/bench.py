@@ -6,30 +6,40 @@
 In a turn all systems get the same prompts, and each turn begins with another system, since a
 machine's speed drifts. Turn 0 warms up and does not count: long prompts are cut, few tokens are
 generated, and all requests arrive at its start. The machine's rates are measured before turns that
-count, so that a floor is that of the machine as it was then.
+count, so that a floor is that of the machine as it was then. Only one system computes at a
+time; the others are stopped and keep their memory.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 from benchmarks.measures import decode_figures, turn_figures
 from benchmarks.processes import END_S, System, SystemFailure
 from benchmarks.rig.measurement import rotated
-from benchmarks.rig.systems import MACHINE_S, Systems
 from benchmarks.systems import SystemSpec
 from benchmarks.workloads import AT_ONCE, Lengths, Load, make_prompts
 
-JUDGE = "benchmarks.adapters.judge"
+JUDGE, MACHINE = "benchmarks.adapters.judge", "benchmarks.adapters.machine"
+MACHINE_S = 120.0
+"""The longest that the machine's own process may take."""
 PATIENCE_S = 5.0
 """How long a system may take to end once time is over."""
 WARMUP = Lengths(prompt=1024, output=8)
 """The most that requests of a warm-up turn have."""
+
+
+def say(line: str) -> None:
+    """Tell the user a line."""
+    print(line, flush=True)
 
 
 class OutOfTime(Exception):
@@ -121,54 +131,71 @@ class Found:
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """Systems on one model.
+    """Systems on one model. They end with the block.
 
     Attributes:
-        systems: their processes.
+        machine: the process that measures the machine's rates (`machine_process`).
+        logs: the folder for the systems' output.
         about: what each of them is told when it loads the model, besides its own options.
         vocab_size: the model's.
-        say: tells the user a line.
         time: how long may be measured.
+        say: tells the user a line.
         load_s, turn_s: the longest that loading and a turn may take; None: what is left of the
             time.
         environment: variables of every process.
         log: what the names of logs begin with.
+        running: the systems that are loaded, by name.
     """
 
-    systems: Systems
+    machine: System
+    logs: Path
     about: Mapping[str, Any]
     vocab_size: int
-    say: Callable[[str], None]
     time: TimeLimit
+    say: Callable[[str], None] = say
     load_s: float | None = None
     turn_s: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     log: str = ""
+    running: dict[str, System] = field(default_factory=dict)
     _verdicts: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[str, Any]] = field(
         default_factory=dict
     )
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def start(self, spec: SystemSpec, limits: Mapping[str, int]) -> System:
-        """Load a system. limits: see `limits_of`. Raises SystemFailure."""
+        """Load a system, and stop it until its turn. limits: see `limits_of`. Raises SystemFailure
+        if it does not load; it has ended then.
+        """
         self.say(f"loading {spec.name}")
         own_model = {"model": spec.model, "build": None} if spec.model else {}
-        system = self.systems.start(
-            spec,
-            {**self.about, **own_model, "options": dict(spec.options), "limits": dict(limits)},
-            self._within(self.load_s),
-            log=f"{self.log}{spec.name}",
-            environment=self.environment,
-        )
+        options = {"options": dict(spec.options), "limits": dict(limits)}
+        log = self.logs / f"{self.log}{spec.name}.log".replace(" ", "-")
+        variables = {**self.environment, **spec.environment}
+        system = System(spec.name, spec.module, spec.python, log, variables, spec.root)
+        self.running[spec.name] = system
+        try:
+            system.load({**self.about, **own_model, **options}, self._within(self.load_s))
+        except SystemFailure:
+            self.drop(spec.name)
+            raise
+        system.park()
         self.say(f"  ready after {system.start_s:.1f} s")
         return system
 
     def drop(self, name: str) -> None:
         """End a system."""
-        self.systems.drop(name, self._patience_s())
+        self.running.pop(name).end(PATIENCE_S if self.time.is_over() else END_S)
 
     def close(self) -> None:
         """End all systems."""
-        self.systems.close(self._patience_s())
+        for name in list(self.running):
+            self.drop(name)
 
     # ---- turns ---------------------------------------------------------------------------------
 
@@ -248,17 +275,20 @@ class Bench:
 
     def ask(self, name: str, order: Mapping[str, Any]) -> Any:
         """Let a system run a turn. Returns its answer. Raises SystemFailure."""
-        return self.systems.running[name].run(order, self._within(self.turn_s))
+        return self.running[name].run(order, self._within(self.turn_s))
 
     def rates(self) -> dict[str, float]:
         """Return the machine's rates now."""
-        return self.systems.rates(min(MACHINE_S, self._within(None)))
+        found: dict[str, float] = self.machine.run(
+            {"requests": []}, min(MACHINE_S, self._within(None))
+        )
+        return found
 
     # ---- tokens --------------------------------------------------------------------------------
 
     def judge(self, turn: Turn, count: int) -> dict[str, Any]:
         """Return what transformers says in float32 of the tokens of a turn's first requests."""
-        if "judge" not in self.systems.running:
+        if "judge" not in self.running:
             self.start(SystemSpec("judge", module=JUDGE), {})
         verdicts = []
         for prompt, reply in list(zip(turn.prompts, turn.replies, strict=True))[:count]:
@@ -273,8 +303,16 @@ class Bench:
         """Return how long something may take."""
         return max(self.time.least_s, self.time.left_s()) if most_s is None else most_s
 
-    def _patience_s(self) -> float:
-        return PATIENCE_S if self.time.is_over() else END_S
+
+@contextmanager
+def machine_process(
+    log: Path, environment: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[System]:
+    """Run the process that measures the machine's rates during the block. options: of its order."""
+    with System("machine", MACHINE, sys.executable, log, environment or {}) as machine:
+        machine.load(options, MACHINE_S)
+        machine.park()
+        yield machine
 
 
 def limits_of(cases: Sequence[Case], room: float = 1.0) -> dict[str, int]:

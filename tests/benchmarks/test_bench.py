@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from benchmarks.processes import SystemFailure
+from benchmarks.processes import System, SystemFailure
 from benchmarks.rig.bench import Bench, Case, Found, OutOfTime, TimeLimit, limits_of
-from benchmarks.rig.systems import Systems
 from benchmarks.workloads import Lengths, Load
 
 CASE = Case(name="it", lengths=[Lengths(2000, 20), Lengths(10, 4)])
@@ -33,12 +33,15 @@ class Answering:
             for count in counts
         ]
 
+    def end(self, patience_s: float) -> None:
+        """Do nothing."""
+
 
 def bench(time: TimeLimit | None = None, **systems: Answering) -> Bench:
-    place = SimpleNamespace(running=dict(systems), rates=lambda seconds: {"bandwidth": 1.0})
-    place.drop = lambda name, patience: place.running.pop(name)
     return Bench(
-        systems=cast(Systems, place),
+        machine=cast(System, SimpleNamespace(run=lambda order, seconds: {"bandwidth": 1.0})),
+        logs=Path(),
+        running=cast(dict[str, System], dict(systems)),
         about={},
         vocab_size=100,
         say=lambda line: None,
@@ -93,7 +96,7 @@ def test_a_system_that_fails_is_left_out_or_ends_the_case() -> None:
     assert list(found.turns) == ["one"]
     assert len(found.turns["one"]) == 2
     assert found.failures == {"bad": "no more"}
-    assert list(systems.systems.running) == ["one"]
+    assert list(systems.running) == ["one"]
     with pytest.raises(SystemFailure, match="no more"):
         bench(bad=Answering(fails_from=1)).measure(Found.of(CASE, ["bad"]), 2)
 

@@ -25,7 +25,7 @@ from benchmarks.gpu.tables import NO_GPU, render_part
 from benchmarks.processes import ROOT
 from benchmarks.records import FORMAT, Record, read_record
 from benchmarks.report import render
-from benchmarks.rig import bench, systems
+from benchmarks.rig import bench
 from benchmarks.systems import SystemSpec
 from tests.gpu import checks
 
@@ -98,7 +98,7 @@ def _fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("machine", "checks", "engine", "judge"):
         (tmp_path / f"fake_{name}.py").write_text(FAKES)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    monkeypatch.setattr(systems, "MACHINE", "fake_machine")
+    monkeypatch.setattr(bench, "MACHINE", "fake_machine")
     monkeypatch.setattr(checking, "MODULE", "fake_checks")
     monkeypatch.setattr(bench, "JUDGE", "fake_judge")
     monkeypatch.setattr(parts, "ENGINE", SystemSpec("headrace", "fake_engine"))
@@ -252,8 +252,8 @@ def test_smoke_is_short_and_says_what_a_step_launches(tmp_path: Path) -> None:
 def test_systems_are_compared_in_paired_turns_and_one_that_fails_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def variant(name: str, **options: object) -> parts.Variant:
-        return parts.Variant(SystemSpec(name, "fake_engine", options=options))
+    def variant(name: str, **options: object) -> SystemSpec:
+        return SystemSpec(name, "fake_engine", options=options)
 
     monkeypatch.setattr(
         parts,
@@ -262,7 +262,7 @@ def test_systems_are_compared_in_paired_turns_and_one_that_fails_is_left_out(
             variant("no room", fails=True),
             variant("dies", dies=True),
             variant("slower", slow=4),
-            parts.Variant(SystemSpec("graphs", "fake_engine"), only_on_gpu=True),
+            SystemSpec("graphs", "fake_engine", needs_gpu=True),
         ),
     )
     has_failed, record, _ = run(tmp_path, "--part", "options")

@@ -17,16 +17,15 @@ LARGE = "qwen3-8b"
 
 
 def test_launches_are_those_of_the_trace() -> None:
-    decode, prefill = predict.read_counts("decode"), predict.read_counts("prefill")
-    assert decode.layer <= 11
-    assert prefill.layer <= 11
-    assert decode.of(36) == 36 * decode.layer + decode.rest
-    assert 0 < decode.rest < 40
+    (layer, rest), prefill = predict.read_counts("decode"), predict.read_counts("prefill")
+    assert layer <= 11
+    assert prefill[0] <= 11
+    assert 0 < rest < 40
+    assert predict.decode(LARGE, 1, 1000).launches == 36 * layer + rest
 
 
 def test_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = predict.Counts(layer=10, rest=8)
-    monkeypatch.setattr(predict, "read_counts", lambda kind: counts)
+    monkeypatch.setattr(predict, "read_counts", lambda kind: (10, 8))
     rates = Rates(bandwidth=1e12, matrix=1e15)
     found = predict.decode(LARGE, 4, 1000, rates)
     base = 15.136e-3 / 0.83 + 4 * 1000 * 147456e-12 / 0.7
@@ -38,7 +37,7 @@ def test_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predict, "read_counts", lambda kind: predict.Counts(layer=9, rest=8))
+    monkeypatch.setattr(predict, "read_counts", lambda kind: (9, 8))
     elements = 8 * 4096 + 2 * (32 + 16) * 128 + 3 * 12288
     assert predict.small_bytes(SHAPES[LARGE]) == 36 * 2 * elements
     found = predict.prompt(LARGE, 1024, Rates(1e12, 1e15))

@@ -44,7 +44,7 @@ NEVER = {
 
 _GO = (
     "drops-a-delta", "splits-a-character", "swallows-an-error", "foreign-errors",
-    "answers-from-the-file", "leaks-a-stream",
+    "answers-from-the-file", "leaks-a-stream", "forgets-the-adapter",
 )  # fmt: skip
 GO_FAULTS = {
     **{name: FAULTS[name] for name in _GO},
