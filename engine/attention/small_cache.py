@@ -28,6 +28,7 @@ from engine.attention.step_states import (
     StepStates,
     allocate_states,
 )
+from engine.contract.adapters import Adapter, AdapterRows
 from engine.native.device_copy import to_device
 
 
@@ -150,8 +151,10 @@ class SmallCache:
         slots = 1 if is_null else len(lengths) + 1
         self._states = allocate_states(recurrence.shapes, slots, self._device)
 
-    def step(self, parts: Sequence[Span]) -> SmallStep:
-        """Prepare a step that computes parts of prompts. Those of one token come first."""
+    def step(self, parts: Sequence[Span], adapters: Sequence[Adapter | None] = ()) -> SmallStep:
+        """Prepare a step that computes parts of prompts. Those of one token come first. `adapters`:
+        of each part; empty: none has one.
+        """
         places = [np.arange(start, end) for _, start, end in parts]
         prompts, counts = [part.prompt for part in parts], np.array([len(one) for one in places])
         layout = BatchLayout(
@@ -175,5 +178,6 @@ class SmallCache:
         if self._states:
             slots = self._slots[prompts]
             states = StepStates.of(self._states, slots, layout.starts, layout.counts)
-        context = AttentionContext(self._backend, self.caches, metadata, states)
+        adapted = AdapterRows.of(adapters, counts) if adapters else None
+        context = AttentionContext(self._backend, self.caches, metadata, states, adapted)
         return SmallStep(rows, positions, last, context, self._keyword)

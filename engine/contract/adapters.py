@@ -23,6 +23,8 @@ from engine.contract.errors import ConfigError
 
 MAX_NAME = 128
 """The maximum length of an adapter's name, in characters."""
+MAX_NAMED = 64
+"""How many adapters the statistics name; the others are summed."""
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:/@+-]{{0,{MAX_NAME - 1}}}")
 OPTION = "adapters"
 """The option of LoadConfig that names adapters."""
@@ -100,10 +102,17 @@ class AdapterLoad:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """An adapter that was loaded, and the names of those that had to go."""
+    """An adapter that was loaded.
+
+    Attributes:
+        evicted: the names of those that had to go.
+        took_s: how long its files were read, checked and packed, in seconds, without the loads
+            before it.
+    """
 
     adapter: AdapterInfo
     evicted: tuple[str, ...] = ()
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

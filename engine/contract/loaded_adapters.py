@@ -63,12 +63,14 @@ class LoadedAdapters:
 
     Attributes:
         are_served: whether requests may ever name adapters here.
+        bounds: what all of them may have, for the statistics.
         expected_bytes: what all of them may come to have; 0: no others come.
         num_loads, num_evictions: how often one was loaded, and had to go for another.
     """
 
     def __init__(self) -> None:
         self.are_served = False
+        self.bounds = AdapterBounds(0, 0)
         self.expected_bytes = 0
         self.num_loads = 0
         self.num_evictions = 0
@@ -250,7 +252,9 @@ class LoadedAdapters:
         with self._lock:
             return {
                 "adapters": len(self._named),
+                "max_adapters": self.bounds.max_adapters,
                 "adapter_bytes": sum(one.nbytes for one in self._records),
+                "max_adapter_bytes": self.bounds.max_bytes,
                 "adapter_loads": self.num_loads,
                 "adapter_evictions": self.num_evictions,
             }

@@ -121,6 +121,11 @@ class GenerationRequest:
         object.__setattr__(self, "prompt", TokenIds.of(self.prompt, "prompt"))
         object.__setattr__(self, "prediction", TokenIds.of(self.prediction, "prediction"))
 
+    @property
+    def logged(self) -> str:
+        """What the log calls the request: its id, and the adapter that it names."""
+        return f"{self.request_id} (adapter {self.adapter})" if self.adapter else self.request_id
+
 
 class TokenMatcher(Protocol):
     """Follows one choice's output through a grammar. Made by `engine.structured`, used on the

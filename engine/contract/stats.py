@@ -82,6 +82,27 @@ class CallerStats:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """What requests with one adapter do in the engine, whatever content its name has meant.
+
+    Attributes:
+        name: the adapter's name; empty if several are summed.
+    """
+
+    name: str = ""
+    running: int = gauge("headrace.adapters.running", "{request}", "In the batch, by adapter.")
+    waiting: int = gauge("headrace.adapters.waiting", "{request}", "In the queue, by adapter.")
+    prompt_tokens: int = counter(
+        "headrace.adapters.tokens.prompt",
+        "{token}",
+        "Computed for prompts, by adapter; again after a preemption.",
+    )
+    generated_tokens: int = counter(
+        "headrace.adapters.tokens.generated", "{token}", "Generated, by adapter."
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Counters (since the start) and gauges (now).
@@ -94,6 +115,8 @@ class EngineStats:
         last_step_s: the duration of the last step, in seconds.
         callers: callers by name, up to a fixed number; those with requests come first.
         other_callers: all other callers together, present and past; None if there were none.
+        by_adapter: adapters by name, up to a fixed number; see `engine.scheduler.live_adapters`.
+        other_adapters: all other adapters together; None if there were none.
         block_size: tokens per block.
     """
 
@@ -132,8 +155,14 @@ class EngineStats:
         "headrace.kv_cache.host_blocks.used", "{block}", "On the host, in use."
     )
     adapters: int = gauge("headrace.adapters", "{adapter}", "Adapters that requests may name.")
+    max_adapters: int = gauge(
+        "headrace.adapters.limit", "{adapter}", "The most there may be; 0: none are served."
+    )
     adapter_bytes: int = gauge(
         "headrace.adapters.memory", "By", "Taken by these, and by others that requests still have."
+    )
+    max_adapter_bytes: int = gauge(
+        "headrace.adapters.memory.limit", "By", "The most that all of them together may take."
     )
     adapter_loads: int = counter(
         "headrace.adapters.loads", "{load}", "How often one was loaded or replaced."
@@ -235,6 +264,8 @@ class EngineStats:
     last_step_s: float = 0.0
     callers: tuple[CallerStats, ...] = ()
     other_callers: CallerStats | None = None
+    by_adapter: tuple[AdapterStats, ...] = ()
+    other_adapters: AdapterStats | None = None
     block_size: int = 0
 
     @property

@@ -269,13 +269,13 @@ class LiveRequests:
     def _fail_field(self, live: LiveRequest, field: str, description: str) -> None:
         """End one request because of what its caller asked for. `field` is in engine terms."""
         error_id = new_error_id()
-        logger.info("error %s: %s: %s %s", error_id, live.spec.request_id, field, description)
+        logger.info("error %s: %s: %s %s", error_id, live.spec.logged, field, description)
         self.fail(live, RequestFailure(f"{field}: {description}", error_id, field=field))
 
     def fail_alone(self, live: LiveRequest, what: str, error: Exception | None = None) -> None:
         """End one request with an error that affects no other request."""
         error_id = new_error_id()
-        logger.error("error %s: %s: %s", error_id, live.spec.request_id, what, exc_info=error)
+        logger.error("error %s: %s: %s", error_id, live.spec.logged, what, exc_info=error)
         self.fail(live, RequestFailure(message=f"{what} (error {error_id})", error_id=error_id))
 
     def fail(self, live: LiveRequest, failure: RequestFailure) -> None:

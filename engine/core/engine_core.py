@@ -270,6 +270,7 @@ class EngineCore:
         """Return the current statistics."""
         kv_cache, pace = self.scheduler.kv_cache, self.scheduler.pace
         callers, results = self.scheduler.callers.named(), self._results
+        adapters = self.scheduler.callers.adapters
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -302,6 +303,8 @@ class EngineCore:
             last_step_s=results.last_step_s,
             callers=callers,
             other_callers=self.scheduler.callers.others(callers),
+            by_adapter=adapters.named(),
+            other_adapters=adapters.others(),
             block_size=kv_cache.block_size,
         )
 

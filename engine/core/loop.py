@@ -598,19 +598,19 @@ class EngineLoop:
             try:
                 matchers = iter([make_matcher() for _ in range(request.n)])
             except Exception as error:
-                self._refuse_late(request.request_id, arrival, error)
+                self._refuse_late(request, arrival, error)
                 return
             make_next = matchers.__next__
         with self._changed:  # so that `submit` counts it exactly once
             self._queued.discard(request.request_id)
             self._core.add(request, arrival, make_next, adapter)
 
-    def _refuse_late(self, name: RequestId, arrival: float, error: Exception) -> None:
+    def _refuse_late(self, request: GenerationRequest, arrival: float, error: Exception) -> None:
         """End an accepted request whose grammar cannot be followed. No other request is
         affected.
         """
-        error_id = new_error_id()
-        logger.error("error %s: the grammar of %s failed", error_id, name, exc_info=error)
+        error_id, name = new_error_id(), request.request_id
+        logger.error("error %s: the grammar of %s failed", error_id, request.logged, exc_info=error)
         with self._changed:
             self._queued.discard(name)
         failure = RequestFailure(f"its grammar cannot be followed (error {error_id})", error_id)

@@ -66,6 +66,7 @@ class StepResults:
         self, scheduler: Scheduler, live: LiveRequests, clock: Callable[[], float]
     ) -> None:
         self._scheduler = scheduler
+        self._adapters = scheduler.callers.adapters
         self._live = live
         self._clock = clock
         self._last_collect = -math.inf
@@ -98,6 +99,8 @@ class StepResults:
             request, start, num_tokens, _, num_sampled, _ = part
             if num_tokens > 1 or start < request.num_prompt_tokens:
                 num_prompt_tokens += num_tokens
+                if request.adapter is not None:
+                    self._adapters.of(request.adapter).prompt_tokens += num_tokens
             first, end = end, end + num_sampled
             if request.status.is_terminal or request.key in step.void:
                 continue  # the request ended, or lost its blocks, while the step ran
@@ -261,6 +264,8 @@ class StepResults:
         request.token_ids[position] = tokens[0]
         request.num_pending_tokens -= 1
         self.num_generated_tokens += len(tokens)
+        if request.adapter is not None:
+            self._adapters.of(request.adapter).generated_tokens += len(tokens)
         if len(tokens) > 1:
             request.token_ids.extend(tokens[1:])
             self._scheduler.verified(request, len(tokens) - 1)

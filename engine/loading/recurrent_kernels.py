@@ -69,18 +69,40 @@ def use_kernels(model: PreTrainedModel, found: Recurrence) -> str:
     return line
 
 
-def _use(model: PreTrainedModel, module: Any, found: Recurrence) -> str | None:
-    """Let our kernels compute a module. Return why they do not, or None if they do."""
-    device, dtype = model.device.type, model.dtype
-    if device != "cpu" or dtype not in DTYPES:
-        return f"there is no kernel for {dtype} on {device}"
+def why_no_kernels(
+    module: Any, found: Recurrence, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Return why our kernels cannot compute a module, or None if they can, which a trial then
+    confirms.
+
+    Args:
+        module: a recurrent module, which may be on the meta device.
+        found: what was observed of the model's recurrent layers.
+        device, dtype: those of the model when it runs.
+    """
+    if device.type != "cpu" or dtype not in DTYPES:
+        return f"there is no kernel for {dtype} on {device.type}"
     missing = why_missing()
     if missing is not None:
         return missing
-    shapes = [one for one in found.shapes if one.layer == getattr(module, "layer_idx", None)]
+    shapes = _shapes_of(module, found)
     code = inspect.unwrap(type(module).forward).__code__
     if not shapes or not _knows(code, {one.kind for one in shapes}):
         return f"there is no kernel for {type(module).__name__}"
+    return None
+
+
+def _shapes_of(module: Any, found: Recurrence) -> list[StateShape]:
+    return [one for one in found.shapes if one.layer == getattr(module, "layer_idx", None)]
+
+
+def _use(model: PreTrainedModel, module: Any, found: Recurrence) -> str | None:
+    """Let our kernels compute a module. Return why they do not, or None if they do."""
+    dtype = model.dtype
+    reason = why_no_kernels(module, found, model.device, dtype)
+    if reason is not None:
+        return reason
+    shapes = _shapes_of(module, found)
     kernels, stand_in = _KernelForward(module), module.forward
     width = model.config.get_text_config().hidden_size
     try:

@@ -2,6 +2,7 @@
 per second. Each time is an amount of data or operations, divided by its rate.
 
 products    the larger of reading the weights and computing; only the chosen experts count
+adapters    reading those of a step once, and computing the rows of all
 attention   reading the KV cache of all requests, or a prompt's operations
 sampling    a row for each request that gets a token
 the rest    small operations, each of which takes the same time, however little it computes
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from engine.planning.adapter_plan import AdapterPlan
 from engine.planning.outline import Matrices, Outline, OutlineExperts
 
 OPERATION_S = 5e-6
@@ -44,8 +46,18 @@ class Rates:
 class ExpectedTimes:
     """Estimates the times of a model's steps."""
 
-    def __init__(self, outline: Outline, rates: Rates, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        outline: Outline,
+        rates: Rates,
+        max_batch_tokens: int,
+        adapters: AdapterPlan | None = None,
+    ) -> None:
+        """`adapters`: those that the requests have, each another one as long as there are some;
+        None: they have none.
+        """
         self._outline = outline
+        self._adapters = adapters
         self._rates = rates
         self._max_batch_tokens = max_batch_tokens
         # Sampling reads a row of logits twice.
@@ -65,6 +77,7 @@ class ExpectedTimes:
         kv_bytes += 2 * self._outline.recurrence.slot_bytes  # read and written
         return (
             self._products_s(requests, requests)
+            + self._adapters_s(requests, requests)
             + requests * kv_bytes / self._rates.bandwidth
             + self._rest_s(requests, requests)
             + requests * self._sampled_row_s
@@ -76,6 +89,7 @@ class ExpectedTimes:
         for start in range(0, tokens, self._max_batch_tokens):
             count = min(self._max_batch_tokens, tokens - start)
             seconds += self._products_s(count, 1 if start + count == tokens else 0)
+            seconds += self._adapters_s(1, count)
             seconds += self._prompt_flops(start, start + count) / self._rates.rate
             seconds += self._rest_s(count, 1)
         return seconds
@@ -86,6 +100,14 @@ class ExpectedTimes:
         if sampled:
             seconds += self._matrices_s(outline.head, sampled)
         return seconds + sum(self._experts_s(one, rows) for one in outline.experts)
+
+    def _adapters_s(self, requests: int, rows: int) -> float:
+        one, rates = self._adapters, self._rates
+        if one is None:
+            return 0.0
+        read = min(requests, one.count) * one.each_bytes
+        computed_s = 2 * one.elements * rows / rates.rate
+        return math.hypot(read / rates.bandwidth, computed_s) + len(one.layers) * OPERATION_S
 
     def _matrices_s(self, matrices: Matrices, rows: float) -> float:
         # Reading and computing overlap, but not entirely.

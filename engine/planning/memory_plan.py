@@ -51,6 +51,7 @@ class MemoryPlan:
         engine: the engine's process without the model.
         weights: the weights, as the engine stores them.
         step: the temporaries of the largest step.
+        adapters: all adapters together.
         cache: the plan of the KV cache.
     """
 
@@ -60,6 +61,7 @@ class MemoryPlan:
     engine: int
     weights: int
     step: int
+    adapters: int
     cache: CachePlan
 
 
@@ -106,7 +108,7 @@ def tokenizer_bytes(outline: Outline) -> tuple[int, int]:
 
 
 def plan_memory(
-    outline: Outline, config: ContinuousBatchingConfig, memory: int | None
+    outline: Outline, config: ContinuousBatchingConfig, memory: int | None, adapters: int = 0
 ) -> MemoryPlan:
     """Plan a server's memory.
 
@@ -115,6 +117,7 @@ def plan_memory(
         config: the engine's options.
         memory: the bytes available to the server, on the device with CUDA. None for what is free on
             this machine now.
+        adapters: the bytes of all adapters together, for which the loader leaves room.
 
     Raises:
         InsufficientMemoryError: the KV cache does not fit.
@@ -136,7 +139,7 @@ def plan_memory(
         host_available = host - front_end - engine
     else:
         # The loader sizes the cache before it reads the vocabulary.
-        available = total - front_end - (engine - vocabulary) - outline.weight_bytes
+        available = total - front_end - (engine - vocabulary) - outline.weight_bytes - adapters
         # Nor does it know of kernels, which come with prompts.
         engine += kernel_bytes(outline)
         host_available = available
@@ -156,6 +159,7 @@ def plan_memory(
         engine=engine,
         weights=outline.weight_bytes,
         step=step,
+        adapters=adapters,
         cache=cache,
     )
 

@@ -34,6 +34,7 @@ from engine.loading.memory import HostLimits
 from engine.loading.model_defaults import context_length
 from engine.loading.packing import choose_dtype, choose_packing, held_bytes
 from engine.loading.quantised.stored_linear import StoredLinear, StoredModule, count_parameters
+from engine.loading.recurrent_kernels import why_no_kernels
 from engine.loading.rotary import read_rope
 from engine.loading.stored_packing import check_stored
 from engine.loading.watching import observe
@@ -41,6 +42,12 @@ from engine.loading.weights import model_without_weights
 from engine.models.choosing import NOT_ASKED, describe_steps
 from engine.models.formats.registry import Format
 from engine.models.recording import Observation
+from engine.planning.adapter_plan import (
+    Shapes,
+    adaptable_layers,
+    called_with_all_rows,
+    linear_shapes,
+)
 from engine.planning.operation_count import OperationCount
 
 CALLED_WITH = 16
@@ -114,6 +121,7 @@ class Outline:
         hidden: the width of the embeddings.
         operations: the small tensor operations of a step, excluding matrix products and attention.
         token_bytes: the number of bytes that these write for each token.
+        adaptable: the linear layers that adapters may change, by path: inputs and outputs.
     """
 
     checkpoint: Checkpoint
@@ -139,6 +147,7 @@ class Outline:
     hidden: int
     operations: int
     token_bytes: int
+    adaptable: Shapes
 
     @property
     def weight_bytes(self) -> int:
@@ -198,7 +207,14 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
     if not isinstance(plan, str):
         paths = [*(layer.module for layer in plan.layers), plan.norm.module]
         ours = [model.get_submodule(path) for path in paths]
-    found, work, chosen = _observe(model, ours)
+    shapes = linear_shapes(model)
+    with called_with_all_rows(model, shapes, CALLED_WITH) as called:
+        found, work, chosen = _observe(model, ours)
+    apart = [
+        path
+        for path in found.recurrence.modules
+        if why_no_kernels(model.get_submodule(path), found.recurrence, device, dtype)
+    ]
     text_config = model.config.get_text_config()
     head = model.get_output_embeddings()
     embeddings = model.get_input_embeddings()
@@ -227,6 +243,7 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
         hidden=embeddings.embedding_dim,
         operations=work.operations,
         token_bytes=work.nbytes // CALLED_WITH,
+        adaptable=adaptable_layers(shapes, None if isinstance(plan, str) else plan, called, apart),
     )
 
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig, block_size_on
 from engine.contract.errors import ConfigError, ModelRefusedError
+from engine.loading.adapters.adapter_loading import why_not_computed
 from engine.loading.checkpoint import resolve_path
 from engine.loading.loader import set_threads
 from engine.loading.memory import CachePlan
+from engine.planning.adapter_plan import AdapterPlan
 from engine.planning.expected_times import ExpectedTimes, Rates
 from engine.planning.memory_plan import MemoryPlan, Room, blocks_for, plan_memory, room
 from engine.planning.outline import Outline, read_outline
-from engine.planning.plan_request import DEFAULT_OUTPUT, DEFAULT_PROMPT, Wanted
+from engine.planning.plan_request import DEFAULT_OUTPUT, DEFAULT_PROMPT, DEFAULT_RANK, Wanted
 from engine.planning.rehearsal import Rehearsal
 
 DECODES = (1, 16, 64)
@@ -58,6 +60,7 @@ class Plan:
         config: the planned options: those that were given, and with `Wanted.requests` also the
             number of blocks and requests that follow from it.
         times: None if no rates were given and no steps were run.
+        adapters: the adapters that are loaded at the same time; None: there are none.
     """
 
     config: ContinuousBatchingConfig
@@ -65,6 +68,7 @@ class Plan:
     memory: MemoryPlan
     room: Room
     times: Times | None
+    adapters: AdapterPlan | None
 
 
 def make_plan(
@@ -84,7 +88,8 @@ def make_plan(
 
     Raises:
         ModelRefusedError: a server would refuse the model, or it cannot be planned.
-        ConfigError: an option asks for something that is not available here.
+        ConfigError: an option asks for something that is not available here, or for adapters that
+            this model cannot have.
         InsufficientMemoryError: the KV cache does not fit.
     """
     path = resolve_path(model, progress, needs_weights=False)
@@ -95,14 +100,38 @@ def make_plan(
     if wanted.requests is not None:
         size = block_size_on(config, outline.device.type)
         config = _for_requests(config, wanted.requests, prompt_tokens + output_tokens, size)
-    memory = plan_memory(outline, config, wanted.memory)
+    adapters = _adapters(outline, wanted)
+    adapter_bytes = 0 if adapters is None else adapters.total_bytes
+    memory = plan_memory(outline, config, wanted.memory, adapter_bytes)
     found = room(outline, memory.cache, prompt_tokens, output_tokens)
     return Plan(
         config=config,
         outline=outline,
         memory=memory,
         room=found,
-        times=_times(outline, memory.cache, found, wanted, load_config, progress),
+        times=_times(outline, memory.cache, found, wanted, load_config, adapters, progress),
+        adapters=adapters,
+    )
+
+
+def _adapters(outline: Outline, wanted: Wanted) -> AdapterPlan | None:
+    """Return the adapters that are wanted, or None.
+
+    Raises:
+        ConfigError: a server of this model has none.
+    """
+    if not wanted.num_adapters:
+        return None
+    reason = why_not_computed(outline.device, outline.dtype)
+    if reason is None and not outline.adaptable:
+        reason = "the model has no linear layer that they may change"
+    if reason is not None:
+        raise ConfigError("num_adapters", f"cannot be served here: {reason}")
+    return AdapterPlan(
+        count=wanted.num_adapters,
+        rank=wanted.adapter_rank or DEFAULT_RANK,
+        layers=outline.adaptable,
+        dtype=outline.dtype,
     )
 
 
@@ -142,6 +171,7 @@ def _times(
     found: Room,
     wanted: Wanted,
     load_config: LoadConfig,
+    adapters: AdapterPlan | None,
     progress: Callable[[str], None],
 ) -> Times | None:
     context = found.prompt_tokens + found.output_tokens // 2
@@ -152,10 +182,12 @@ def _times(
         steps: ExpectedTimes | Rehearsal
         if wanted.bandwidth is not None and wanted.rate is not None:
             rates = Rates(wanted.bandwidth, wanted.rate)
-            steps = ExpectedTimes(outline, rates, cache.max_batch_tokens)
+            steps = ExpectedTimes(outline, rates, cache.max_batch_tokens, adapters)
         elif wanted.measures and outline.device.type == "cpu":
             progress("running its steps with made-up weights: some seconds")
-            steps = Rehearsal(outline, load_config, cache.block_size, cache.max_batch_tokens)
+            steps = Rehearsal(
+                outline, load_config, cache.block_size, cache.max_batch_tokens, adapters
+            )
         else:
             return None
         return Times(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from engine.contract.errors import ConfigError
 
 DEFAULT_PROMPT, DEFAULT_OUTPUT = 512, 256
+DEFAULT_RANK = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,8 @@ class Wanted:
         bandwidth, rate: the machine's rates; see `given_rates`. None to run and time the steps
             instead.
         measures: whether steps are run and timed if no rates are given.
+        num_adapters: how many adapters are loaded at the same time. 0: none.
+        adapter_rank: the rank of each. None for DEFAULT_RANK.
     """
 
     memory: int | None = None
@@ -32,8 +35,14 @@ class Wanted:
     bandwidth: float | None = None
     rate: float | None = None
     measures: bool = True
+    num_adapters: int = 0
+    adapter_rank: int | None = None
 
     def __post_init__(self) -> None:
+        if self.adapter_rank is not None and not self.num_adapters:
+            raise ConfigError(
+                "adapter_rank", "is that of adapters, and there are none; give num_adapters, too"
+            ).naming("num_adapters")
         if (self.bandwidth is None) != (self.rate is None):
             raise ConfigError(
                 "bandwidth", "and matrix_rate belong together; give both, or neither"

@@ -30,17 +30,20 @@ from engine.attention.registry import (
     register,
 )
 from engine.attention.small_cache import SmallCache, Span
+from engine.contract.adapters import Adapter
 from engine.contract.config import LoadConfig
 from engine.contract.errors import ModelRefusedError
 from engine.contract.request import Request
 from engine.contract.sampling_params import SamplingParams
 from engine.contract.token_ids import TokenIds
+from engine.loading.adapters.adapted_modules import AdaptedModules
 from engine.loading.kv_memory import zeros_on_demand
 from engine.loading.memory import HostLimits
 from engine.loading.recurrent import follow_states
 from engine.loading.recurrent_kernels import use_kernels
 from engine.loading.weights import model_without_weights
-from engine.models.choosing import NOT_ASKED, describe_steps, make_decoder
+from engine.models.choosing import NOT_ASKED, CausalDecoder, describe_steps, make_decoder
+from engine.planning.adapter_plan import AdapterPlan
 from engine.planning.outline import FAILURES, Outline
 from engine.planning.synthetic_weights import Numbers, Rings, TooLargeError, make_up
 from engine.runner.forward import CausalModel
@@ -69,7 +72,12 @@ class Rehearsal:
     """
 
     def __init__(
-        self, outline: Outline, load_config: LoadConfig, block_size: int, max_batch_tokens: int
+        self,
+        outline: Outline,
+        load_config: LoadConfig,
+        block_size: int,
+        max_batch_tokens: int,
+        adapters: AdapterPlan | None = None,
     ) -> None:
         """Make the model and what computes its steps.
 
@@ -78,6 +86,8 @@ class Rehearsal:
             load_config: how it would be loaded.
             block_size: the number of tokens in a block of the KV cache.
             max_batch_tokens: the maximum number of tokens in a step.
+            adapters: those that the requests have, each another one as long as there are some;
+                None: they have none.
 
         Raises:
             ModelRefusedError: the model cannot be made without its weights.
@@ -86,18 +96,31 @@ class Rehearsal:
         self._max_batch_tokens = max_batch_tokens
         self.backend = _backend(outline, load_config)
         try:
-            self.model, self.steps = _model(outline, load_config, self.backend)
+            self.model, decoder = _model(outline, load_config, self.backend)
         except TooLargeError as error:
             raise ModelRefusedError(
                 "a few weights of each shape take more than half of the memory that is free here"
             ) from error
         except FAILURES as error:
             raise _cannot_be_run(outline) from error
+        self.steps: CausalModel = decoder or self.model
+        self.adapters: list[Adapter] = []
+        if adapters is not None:
+            self._adapt(adapters, decoder)
         elements = max((one.elements_per_token for one in outline.shapes.values()), default=1)
         largest = elements * outline.kv_dtype.itemsize
         self._most_tokens = _LAYER_BYTES // largest
         self._chance = np.random.default_rng(0)
         self._numbers = Numbers()
+
+    def _adapt(self, adapters: AdapterPlan, decoder: CausalDecoder | None) -> None:
+        """Let adapters that are made up be computed, as a server does."""
+        described = None if decoder is None else decoder.description
+        adapted = AdaptedModules(self.model, self.steps, described, self.backend, None)
+        adapted.stand_in(adapters.layers)
+        self.adapters = adapters.made_up(_MOST_REQUESTS, adapted.places, adapted.num_layers)
+        if adapted.has_stand_ins:
+            self.steps = adapted
 
     def decode_s(self, requests: int, context: int) -> float:
         """Return the seconds of a step in which each request computes one token after `context`
@@ -159,10 +182,11 @@ class Rehearsal:
             Request.trial(TokenIds.of((0,)), SamplingParams(temperature=1.0, seed=index), index)
             for index in range(requests)
         ]
+        adapters = [one for one, _ in zip(itertools.cycle(self.adapters), range(requests))]
         for parts in steps:
             started = time.perf_counter()
             try:
-                logits = small.step(parts).logits(self.steps, ids)
+                logits = small.step(parts, adapters).logits(self.steps, ids)
             except FAILURES as error:
                 raise _cannot_be_run(one) from error
             sampler.begin(logits, sampled, [part.end for part in parts]).token_ids.tolist()
@@ -217,8 +241,8 @@ def _backend(outline: Outline, load_config: LoadConfig) -> AttentionBackend:
 
 def _model(
     outline: Outline, load_config: LoadConfig, backend: AttentionBackend
-) -> tuple[PreTrainedModel, CausalModel]:
-    """Return the model with made-up weights, and what would compute its steps."""
+) -> tuple[PreTrainedModel, CausalDecoder | None]:
+    """Return the model with made-up weights, and our decoder if that would compute its steps."""
     model = model_without_weights(outline.checkpoint, outline.dtype)
     plan = NOT_ASKED
     if load_config.decoder == "own":
@@ -230,7 +254,7 @@ def _model(
     if decoder is None and outline.recurrence.shapes:
         follow_states(model, outline.recurrence)
         use_kernels(model, outline.recurrence)
-    return model, decoder or model
+    return model, decoder
 
 
 def _cannot_be_run(outline: Outline) -> ModelRefusedError:

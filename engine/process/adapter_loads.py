@@ -10,6 +10,8 @@ one assignment at its end.
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -66,10 +68,12 @@ class AdapterLoads:
         try:
             async with self._turn:
                 self._check_wanted(load)
+                began = time.monotonic()
                 read = partial(self._loader.read, load)
                 adapter = await await_on_own_thread(read, "headrace-adapter")
                 self._check_wanted(load)
-                return self._loader.put(adapter, load)
+                loaded = self._loader.put(adapter, load)
+                return replace(loaded, took_s=time.monotonic() - began)
         finally:
             self._present -= 1
             if self._loading.get(load.name) is load:

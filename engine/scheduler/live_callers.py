@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from engine.contract.request import Request
 from engine.contract.stats import CallerStats
 from engine.contract.types import CallerKey, RequestKey
+from engine.scheduler.live_adapters import LiveAdapters
 from engine.scheduler.scheduled_batch import ScheduledRequest
 
 PROMPT_COST = 1
@@ -50,9 +51,13 @@ class _Caller:
 class LiveCallers:
     """The callers that have requests, and a few that had some. Used on the engine's thread, O(1)
     for each change. `named` and `others` may be called on any thread.
+
+    Attributes:
+        adapters: the figures of the same requests' adapters.
     """
 
     def __init__(self) -> None:
+        self.adapters = LiveAdapters()
         self._active: dict[CallerKey, _Caller] = {}
         self._named: dict[CallerKey, _Caller] = {}
         self._idle: OrderedDict[CallerKey, _Caller] = OrderedDict()  # named; longest idle first
@@ -74,6 +79,8 @@ class LiveCallers:
         caller.weight = spec.weight
         caller.live += 1
         self._of[request.key] = caller
+        if request.adapter is not None:
+            self.adapters.of(request.adapter).live += 1
 
     def queue(self, request: Request) -> None:
         """Record that a request waits. Does nothing if it was already recorded."""
@@ -81,12 +88,16 @@ class LiveCallers:
         if request.key not in self._waiting:
             caller = self._waiting[request.key] = self._of[request.key]
             caller.waiting += 1
+            if request.adapter is not None:
+                self.adapters.of(request.adapter).waiting += 1
 
     def unqueue(self, request: Request) -> None:
         """Record that a request no longer waits. Does nothing if it was already recorded."""
         caller = self._waiting.pop(request.key, None)
         if caller is not None:
             caller.waiting -= 1
+            if request.adapter is not None:
+                self.adapters.of(request.adapter).waiting -= 1
 
     def leave(self, request: Request) -> None:
         """Record that a request neither runs nor waits. Does nothing if it was already recorded."""
@@ -94,6 +105,8 @@ class LiveCallers:
         caller = self._of.pop(request.key, None)
         if caller is None:
             return
+        if request.adapter is not None:
+            self.adapters.of(request.adapter).live -= 1
         caller.live -= 1
         if not caller.live:
             key = request.spec.caller

@@ -132,6 +132,8 @@ class RequestSpan:
         for name, neutral in _NEUTRAL:
             if (value := getattr(sampling, name)) != neutral:
                 attributes[f"gen_ai.request.{name}"] = value
+        if request.adapter:
+            span.set_attribute("headrace.adapter", request.adapter)
         if request.n > 1:
             attributes["gen_ai.request.choice.count"] = request.n
         if request.stop.max_tokens is not None:

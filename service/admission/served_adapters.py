@@ -50,7 +50,8 @@ class ServedAdapters:
         self._client = client
         self._model_names = tuple(model_names)
         self._clock = clock
-        self._names = {one.name for one in info.adapters}
+        # Replaced as a whole: the thread of the metrics' page reads them.
+        self._names = frozenset(one.name for one in info.adapters)
         self._told: tuple[AdapterInfo, ...] = ()
         self._asked_at = self._changed_at = -MAX_AGE_S
         self._asking = asyncio.Lock()
@@ -68,19 +69,23 @@ class ServedAdapters:
         if name in self._model_names:
             raise FieldError("name", f"is {name!r}, {_OF_MODEL}")
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The adapters that requests may name. May be read on any thread."""
+        return self._names
+
     def has(self, name: str, may_use: MayUse) -> bool:
         """Return whether requests of a caller may name this adapter."""
         return name in self._names and may_use(name)
 
     def loaded(self, loaded: AdapterLoaded) -> None:
         """Record that an adapter was loaded, and others had to go."""
-        self._names.difference_update(loaded.evicted)
-        self._names.add(loaded.adapter.name)
+        self._names = self._names.difference(loaded.evicted) | {loaded.adapter.name}
         self._changed_at = self._clock()
 
     def unloaded(self, name: str) -> None:
         """Record that an adapter was unloaded."""
-        self._names.discard(name)
+        self._names = self._names.difference((name,))
         self._changed_at = self._clock()
 
     async def all(self) -> tuple[AdapterInfo, ...]:

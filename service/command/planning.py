@@ -56,11 +56,15 @@ _FAILED = 1
 _GROUP = "Plan"
 
 
+def _flag(name: str) -> str:
+    """Return the flag of one of the command's own parameters."""
+    return "--" + name.removeprefix("num_").replace("_", "-")
+
+
 def _own() -> Iterator[inspect.Parameter]:
     def one(name: str, kind: Any, default: Any, help: str, **more: Any) -> inspect.Parameter:
-        flag = "--" + name.replace("_", "-")
-        names = ("--measure/--no-measure",) if name == "measure" else (flag,)
-        told = typer.Option(*names, help=help, rich_help_panel=_GROUP, **more)
+        names = "--measure/--no-measure" if name == "measure" else _flag(name)
+        told = typer.Option(names, help=help, rich_help_panel=_GROUP, **more)
         annotation = Annotated[kind, told]
         keyword = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(name, keyword, default=default, annotation=annotation)
@@ -99,6 +103,21 @@ def _own() -> Iterator[inspect.Parameter]:
         "measured.",
         min=1e-6,
     )
+    yield one(
+        "num_adapters",
+        int,
+        0,
+        "How many adapters (LoRA) are loaded at the same time. Assumed: each changes all linear "
+        "layers that adapters may change, in the model's type. In the steps whose times are told, "
+        "every request has one, and each another as long as there are some; they are made up and "
+        "run, or counted as their bytes by --bandwidth and their operations by --matrix-rate.",
+        min=0,
+        max=4096,
+        show_default=False,
+    )
+    yield one(
+        "adapter_rank", number, None, "The rank of these adapters. Default: 16.", min=1, max=1024
+    )
     yield one("measure", bool, True, "Measure this machine for the times of steps.")
     yield one("json", bool, False, "Print JSON.")
 
@@ -124,6 +143,8 @@ def _plan(given: flags.Given) -> None:
             bandwidth=None if given["bandwidth"] is None else given["bandwidth"] * 1e9,
             rate=None if given["matrix_rate"] is None else given["matrix_rate"] * 1e12,
             measures=given["measure"],
+            num_adapters=given["num_adapters"],
+            adapter_rank=given["adapter_rank"],
         )
         # As in the engine's process, and before torch reads it.
         os.environ.update(engine_environ())
@@ -148,7 +169,7 @@ def _plan(given: flags.Given) -> None:
 
 def described(error: HeadraceError) -> str:
     """Return an error in terms of flags, including the command's own flags."""
-    own = {parameter.name: "--" + parameter.name.replace("_", "-") for parameter in _own()}
+    own = {parameter.name: _flag(parameter.name) for parameter in _own()}
     text = flags.describe(error)
     if isinstance(error, ConfigError) and error.option in own:
         text = own[error.option] + text.removeprefix(error.option)
@@ -182,6 +203,10 @@ def serve_line(given: flags.Given, plan: Plan) -> str:
         # With a given memory: the machine that it is planned for may have more.
         blocks = plan.config.num_blocks or max(plan.memory.cache.num_blocks)
         words += ["--num-blocks", str(blocks)]
+    if plan.adapters is not None:
+        one = plan.adapters
+        words += ["--max-adapters", str(one.count), "--max-adapter-rank", str(one.rank)]
+        words += ["--max-adapter-bytes", str(one.total_bytes)]
     return shlex.join(words)
 
 
@@ -218,6 +243,11 @@ def table(plan: Plan, command: str) -> Iterator[str]:
     )
     rows += [(f"  {name}", _size(count), "") for name, count in kinds if count]
     rows += [("largest step", _size(memory.step), f"{cache.max_batch_tokens} tokens, about")]
+    if plan.adapters is not None:
+        told = f"{plan.adapters.count:,} of rank {plan.adapters.rank}, "
+        rows += [
+            ("adapters", _size(memory.adapters), told + f"{_size(plan.adapters.each_bytes)} each")
+        ]
     rows += [
         ("engine's process", _size(memory.engine), "torch, tokenizer, vocabulary"),
         ("server's process", _size(memory.front_end), ""),
@@ -290,6 +320,25 @@ def assumptions(plan: Plan) -> Iterator[str]:
                 f"at {rates.rate / 1e12:.3g} TFLOP/s, as given"
             )
         yield "a prompt is computed alone, and shares no prefix; the front end is not counted"
+    if plan.adapters is not None:
+        one = plan.adapters
+        yield (
+            f"each adapter changes all {len(one.layers)} linear layers that adapters may change, "
+            f"in {str(one.dtype).removeprefix('torch.')}; tensors that its file has in float32 or "
+            "float16 are held in float32"
+        )
+        yield (
+            "while an adapter is loaded, its file and its tensors are in memory besides: not "
+            "counted"
+        )
+        if plan.times is not None:
+            yield (
+                "in a step every request has an adapter, and each another as long as there are some"
+            )
+        yield (
+            "adapters come with --adapter NAME=DIR, or are loaded from below --adapter-root DIR, "
+            "for which the server leaves the memory free: add one of them"
+        )
     if outline.device.type == "cuda":
         yield "plans of CUDA devices were never compared with a run"
         yield "the processes are in the host's memory, and 0.5 GiB of the device is its context"
@@ -327,6 +376,7 @@ def as_json(plan: Plan, command: str) -> dict[str, Any]:
             "experts": outline.experts_bytes,
             "other": outline.other.held,
             "step": memory.step,
+            "adapters": memory.adapters,
             "engine_process": memory.engine,
             "server_process": memory.front_end,
             "kv_cache": cache.total_bytes,
@@ -347,6 +397,14 @@ def as_json(plan: Plan, command: str) -> dict[str, Any]:
                 }
                 for group, count in zip(outline.groups, cache.num_blocks, strict=True)
             ],
+        },
+        "adapters": None
+        if plan.adapters is None
+        else {
+            "count": plan.adapters.count,
+            "rank": plan.adapters.rank,
+            "layers": len(plan.adapters.layers),
+            "bytes_each": plan.adapters.each_bytes,
         },
         "room": dataclasses.asdict(plan.room),
         "times": None if plan.times is None else dataclasses.asdict(plan.times),

@@ -21,7 +21,7 @@ from service.convert.response import sampling_message
 from service.convert.values import to_duration
 from service.replies import ModelFormat
 
-SCHEMA_REVISION = 13
+SCHEMA_REVISION = 14
 """The revision of the contract. It grows with every change."""
 MINIMUM_CLIENT_REVISION = 7
 """The oldest client revision that this server supports."""

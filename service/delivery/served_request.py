@@ -349,7 +349,7 @@ class ServedRequest:
                 self.identity,
                 failure.error_id,
                 labels,
-                extra={"request_id": self.request_id},
+                extra={"request_id": self.request_id, "adapter": self.adapter},
             )
 
     def cancel(self) -> None:

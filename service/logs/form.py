@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from engine.logs.records import MAX_MESSAGE, MAX_TRACEBACK, cut
-from service.logs.context import current_request, current_trace
+from service.logs.context import current_adapter, current_request, current_trace
 
 _TELL_VALUES = ("grpc", "asyncio")
 """Loggers whose records and exceptions may contain values of calls."""
@@ -30,7 +30,7 @@ _STEERS |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\t"}
 _STEERS |= {0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 MAX_ID = 128
-_SHOWN = (("request", "request_id"), ("trace", "trace_id"))
+_SHOWN = (("request", "request_id"), ("adapter", "adapter"), ("trace", "trace_id"))
 
 LOG_FORMATS = ("console", "json")
 
@@ -52,8 +52,8 @@ class Form(Protocol):
 
 class Console:
     """`time LEVEL logger: message`, with the process before the logger if it is not the server's.
-    If the record belongs to a request, ` [request=… trace=…]` follows. A traceback comes last,
-    indented.
+    If the record belongs to a request, ` [request=… adapter=… trace=…]` follows. A traceback comes
+    last, indented.
     """
 
     def said(self, text: str) -> str:
@@ -75,7 +75,7 @@ class Console:
 
 class Json:
     """One JSON object per line: time (UTC), level, process, logger and message, with the ids of the
-    request, trace and span and a traceback if there are any.
+    request, trace and span, the request's adapter, and a traceback if there are any.
     """
 
     def said(self, text: str) -> str:
@@ -124,14 +124,21 @@ def _object(
 
 
 def _ids(record: logging.LogRecord) -> dict[str, str]:
-    """Return the ids of what a record belongs to: its own `request_id` if it has one, otherwise the
-    request of its task. Records of the engine's process have none.
+    """Return the ids of what a record belongs to: its own `request_id` and `adapter` if it has
+    these, otherwise the request of its task. Records of the engine's process have none.
     """
     if _process(record):
         return {}
     trace, span = current_trace.get()
-    request = getattr(record, "request_id", "") or current_request.get()
-    ids = {"request_id": cut(request, MAX_ID), "trace_id": trace, "span_id": span}
+    request, adapter = getattr(record, "request_id", ""), getattr(record, "adapter", "")
+    if not request:
+        request, adapter = current_request.get(), current_adapter.get()
+    ids = {
+        "request_id": cut(request, MAX_ID),
+        "adapter": adapter,
+        "trace_id": trace,
+        "span_id": span,
+    }
     return {name: value for name, value in ids.items() if value}
 
 

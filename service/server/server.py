@@ -285,7 +285,7 @@ class HeadraceServer:
                 self._summing_up = asyncio.create_task(summary.run())
             self._watching = asyncio.create_task(self.supervisor.run())
             if (metrics := self._telemetry.metrics) is not None:
-                metrics.loaded(self.state.front.card.name)
+                metrics.loaded(self.state.front.card.name, lambda: self.state.front.adapters.names)
                 self._polling = asyncio.create_task(metrics.poll(self._client))
 
     async def _load(self) -> None:

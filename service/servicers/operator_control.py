@@ -178,10 +178,12 @@ class Control:
         return await self._carry_out(self._load_adapter(load))
 
     async def _load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
-        adapters = self._state.check(new_work=True).adapters
-        adapters.check_name(load.name)
+        front = self._state.check(new_work=True)
+        front.adapters.check_name(load.name)
         loaded = await self._client.load_adapter(load)
-        adapters.loaded(loaded)
+        front.adapters.loaded(loaded)
+        if front.metrics is not None:
+            front.metrics.adapter_loaded(loaded.took_s)
         one = loaded.adapter
         logger.warning("adapter %s was loaded, digest %s", one.name, one.digest[:16])
         for name in loaded.evicted:

@@ -20,7 +20,7 @@ from service.delivery.submission import LivesBy
 from service.door.auth import Permit
 from service.errors.call_errors import FieldError
 from service.errors.contract_fields import field_error
-from service.logs.context import current_request
+from service.logs.context import current_adapter, current_request
 from service.state import FrontEnd
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ async def start_request(
                     engine_id=engine_id,
                     lives_by=lives_by,
                 )
+                current_adapter.set(submission.request.adapter)
                 holding.admit(submission.footprint, submission.reserved_tokens)
                 if span is not None:
                     span.submitted(submission.request)

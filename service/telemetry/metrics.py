@@ -5,20 +5,22 @@ and the engine's statistics.
     engine ◀── stats ──────── Metrics.poll ─────▶ gauges and counters, read when they are exported
     front end ── Figures ───────────────────────▶ gauges and counters, too
     calls ── their ends ────▶ Metrics.watch ─────▶ a histogram
+    operators' loads ───────▶ Metrics.adapter_loaded ─▶ a histogram
 
 The engine's instruments are in `engine.telemetry.instruments`. Names that begin with `rpc.` come
 from OpenTelemetry's semantic conventions for RPCs. docs/operations.md lists all metrics.
 
-Attributes are names from this code, the name of the served model, and names of callers. At most
-MAX_CALLERS callers are named per process, because every series is kept, both here and by the
-collector.
+Attributes are names from this code, the name of the served model, and names of callers and of
+adapters. At most MAX_CALLERS callers and MAX_NAMED adapters are named per process, because every
+series is kept, both here and by the collector.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
@@ -29,11 +31,12 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from engine.contract.engine_client import EngineClient
 from engine.contract.errors import HeadraceError
 from engine.contract.outputs import StepOutputs
-from engine.contract.stats import CallerStats, EngineStats, statistics_of
+from engine.contract.stats import AdapterStats, CallerStats, EngineStats, statistics_of
 from engine.contract.types import CallerKey, RequestId
 from engine.telemetry.instruments import Callback, StepInstruments, counts, observe, observe_stats
 from service.admission.phases import Phase
 from service.errors.call_outcome import SERVER_FAULTS, CallOutcome
+from service.telemetry.adapter_series import AdapterSeries
 from service.telemetry.figures import Figures
 
 logger = logging.getLogger(__name__)
@@ -48,10 +51,30 @@ _CALL: Final = (
     0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 40.0, 160.0,
     640.0, 2560.0,
 )  # fmt: skip
+_LOAD: Final = tuple(0.005 * 2**power for power in range(14))
 _OTHER: Final = "_OTHER"
 """The conventions' name for methods that the server does not know."""
 _OTHERS: Final = {"headrace.callers": "other"}
 """The attribute for the callers that the engine sums."""
+_OTHER_ADAPTERS: Final = {"headrace.adapters": "other"}
+"""The attribute for the adapters that are not named."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What is known of the engine, for pages that are made without asking it.
+
+    Attributes:
+        model: the model's name.
+        stats: the engine's statistics; None if they are not known now.
+        taken_at: when they were, in seconds of the wall clock.
+        adapters: the adapters that requests may name, in the order of their names.
+    """
+
+    model: str = ""
+    stats: EngineStats | None = None
+    taken_at: float = 0.0
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +86,14 @@ class _Figures:
         service_before: the service that earlier engines gave to all callers.
         stats: the latest statistics of this engine; None if there are none yet. Callers beyond
             MAX_CALLERS are summed with the others.
+        taken_at: when these were told, in seconds of the wall clock.
         is_there: whether the engine answered when it was last asked.
     """
 
     before: Mapping[str, int] = field(default_factory=dict)
     service_before: int = 0
     stats: EngineStats | None = None
+    taken_at: float = 0.0
     is_there: bool = False
 
     def totals(self) -> Mapping[str, int]:
@@ -114,6 +139,8 @@ class Metrics:
         """
         self._figures = _Figures()  # replaced as a whole: exporters read it from their own thread
         self._named: set[CallerKey] = set()
+        self._adapters = AdapterSeries()
+        self._loaded_adapters: Callable[[], Collection[str]] = tuple
         self._chats: set[RequestId] = set()  # of the requests that the engine has
         self._steps = StepInstruments(meter)
         self._call = meter.create_histogram(
@@ -122,11 +149,21 @@ class Metrics:
             "From a call's arrival to its end.",
             explicit_bucket_boundaries_advisory=_CALL,
         )
+        self._adapter_load = meter.create_histogram(
+            "headrace.adapters.load.duration",
+            "s",
+            "How long an operator's load of an adapter took, without those before it.",
+            explicit_bucket_boundaries_advisory=_LOAD,
+        )
         self._observe_front_end(meter, figures)
         observe_stats(meter, self._present, lambda: self._figures.totals())
         for attribute, one in statistics_of(CallerStats).items():
             of_callers = partial(self._observe_callers, attribute)
             observe(meter, one, self._observe_service if one.kind == "counter" else of_callers)
+        for attribute, one in statistics_of(AdapterStats).items():
+            observe(
+                meter, one, partial(self._observe_adapters, attribute, adds=one.kind == "counter")
+            )
 
     def _observe_front_end(self, meter: Meter, figures: Figures) -> None:
         def whole(read: Callable[[], int]) -> Callback:
@@ -180,19 +217,33 @@ class Metrics:
         self._figures = _Figures(
             figures.totals(), service_before=sum(service for service, _ in figures.services())
         )
+        self._adapters.engine_starts()
         self._chats.clear()
 
-    def loaded(self, model: str) -> None:
-        """Record that the model is loaded under this name."""
+    def loaded(self, model: str, adapters: Callable[[], Collection[str]]) -> None:
+        """Record that the model is loaded under this name. `adapters`: returns the names of the
+        adapters that requests may name; called on any thread.
+        """
         self._steps.model = model
+        self._loaded_adapters = adapters
 
-    def model_and_stats(self) -> tuple[str, EngineStats | None]:
-        """Return the model's name and the engine's statistics; None if they are not known now."""
-        return self._steps.model, self._present()
+    def view(self) -> EngineView:
+        """Return what is known of the engine. May be called on any thread."""
+        figures = self._figures
+        return EngineView(
+            self._steps.model,
+            figures.stats if figures.is_there else None,
+            figures.taken_at,
+            tuple(sorted(self._loaded_adapters())),
+        )
 
     def _present(self) -> EngineStats | None:
         figures = self._figures
         return figures.stats if figures.is_there else None
+
+    def adapter_loaded(self, seconds: float) -> None:
+        """Record how long an operator's load of an adapter took."""
+        self._adapter_load.record(seconds)
 
     def watch(self, method: str, _context: object) -> Callable[[CallOutcome], None] | None:
         """Watch a call and return a function that records its end. `method` is one of this
@@ -240,7 +291,10 @@ class Metrics:
         while True:
             try:
                 stats = self._with_few_names(await client.stats())
-                self._figures = replace(self._figures, stats=stats, is_there=True)
+                self._adapters.take(stats)
+                self._figures = replace(
+                    self._figures, stats=stats, taken_at=time.time(), is_there=True
+                )
             except HeadraceError as error:  # it is being stopped, or has died: reported elsewhere
                 self._figures = replace(self._figures, is_there=False)
                 logger.debug("no figures from the engine: %s", error)
@@ -272,4 +326,18 @@ class Metrics:
     def _observe_service(self, _options: CallbackOptions) -> Iterable[Observation]:
         return [
             Observation(service, attributes) for service, attributes in self._figures.services()
+        ]
+
+    def _observe_adapters(
+        self, name: str, _options: CallbackOptions, *, adds: bool
+    ) -> Iterable[Observation]:
+        """Read a statistic by adapter. `adds`: whether it counts on from one engine to the next."""
+        told = self._adapters.totals() if adds else self._adapters.present()
+        if not adds and not self._figures.is_there:
+            return []
+        return [
+            Observation(
+                getattr(one, name), {"headrace.adapter": adapter} if adapter else _OTHER_ADAPTERS
+            )
+            for adapter, one in told.items()
         ]

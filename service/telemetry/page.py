@@ -33,6 +33,7 @@ from prometheus_client.exposition import choose_encoder
 
 from engine.contract.errors import ConfigError
 from engine.contract.stats import EngineStats
+from service.telemetry.metrics import EngineView
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +70,12 @@ class Page:
         reader: the reader of the metrics' provider from which the page is made.
     """
 
-    def __init__(self, host: str, port: int, stats: Callable[[], tuple[str, EngineStats | None]]):
+    def __init__(self, host: str, port: int, view: Callable[[], EngineView]):
         """Bind the address; `start` serves.
 
         Args:
             host, port: the address; port 0 takes a free port.
-            stats: returns the model's name and the engine's statistics, or None if they are not
-                known now.
+            view: returns what is known of the engine.
 
         Raises:
             ConfigError: the address cannot be used.
@@ -85,7 +85,7 @@ class Page:
             scope_info_enabled=False, registry=registry
         )
         picker = CollectorRegistry(auto_describe=False)
-        picker.register(cast(Any, _PickerNames(stats)))
+        picker.register(cast(Any, _PickerNames(view)))
         self._pages = {PATH: registry, PICKER_PATH: picker}
         self._making = threading.Lock()
         try:
@@ -133,12 +133,13 @@ class Page:
 class _PickerNames:
     """The metrics of the endpoint picker."""
 
-    def __init__(self, stats: Callable[[], tuple[str, EngineStats | None]]) -> None:
-        self._stats = stats
+    def __init__(self, view: Callable[[], EngineView]) -> None:
+        self._view = view
 
     def collect(self) -> Iterator[Metric]:
         """Return their current values."""
-        model, stats = self._stats()
+        view = self._view()
+        model, stats = view.model, view.stats
         if stats is None:
             return
         for name, text, read in _PICKER:
@@ -156,6 +157,26 @@ class _PickerNames:
         )
         family.add_metric([str(stats.block_size), str(stats.blocks_total)], 1.0)
         yield family
+        if stats.max_adapters:
+            yield _adapters(view, stats)
+
+
+def _adapters(view: EngineView, stats: EngineStats) -> Metric:
+    """Return which adapters are here. Their names have no commas. None has to be fetched before it
+    runs, so all that requests may name are told as running, whether or not they have requests: a
+    picker that prefers a server with a request's adapter then finds one.
+    """
+    family = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Adapters that are loaded, those with requests in the queue, and how many there may be; "
+        "the value is when that was so.",
+        labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+    )
+    waiting = sorted(one.name for one in stats.by_adapter if one.waiting)
+    family.add_metric(
+        [str(stats.max_adapters), ",".join(view.adapters), ",".join(waiting)], view.taken_at
+    )
+    return family
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from engine.contract.stats import EngineStats
 from service.errors.call_outcome import Watcher
 from service.telemetry.figures import Figures
-from service.telemetry.metrics import Metrics
+from service.telemetry.metrics import EngineView, Metrics
 from service.telemetry.request_spans import Spans
 from service.telemetry.telemetry_config import CONSOLE, GRPC, OTLP, PROMETHEUS, TelemetryConfig
 
@@ -116,10 +115,10 @@ def set_up(config: TelemetryConfig, figures: Figures) -> ServerTelemetry:
     provider = _tracer_provider(config) if config.traces else None
     metrics = meter_provider = page = None
     if config.metrics:
-        stats = _Later()
-        page = _page(config, stats) if PROMETHEUS in config.metrics else None
+        view = _Later()
+        page = _page(config, view) if PROMETHEUS in config.metrics else None
         meter_provider = _meter_provider(config, page)
-        metrics = stats.metrics = Metrics(meter_provider.get_meter("headrace"), figures)
+        metrics = view.metrics = Metrics(meter_provider.get_meter("headrace"), figures)
     return ServerTelemetry(
         spans=Spans(provider, content=config.content) if provider is not None else None,
         metrics=metrics,
@@ -130,19 +129,19 @@ def set_up(config: TelemetryConfig, figures: Figures) -> ServerTelemetry:
 
 
 class _Later:
-    """The engine's statistics, from metrics that are created later than their reader."""
+    """What is known of the engine, from metrics that are created later than their reader."""
 
     metrics: Metrics | None = None
 
-    def __call__(self) -> tuple[str, EngineStats | None]:
-        return ("", None) if self.metrics is None else self.metrics.model_and_stats()
+    def __call__(self) -> EngineView:
+        return EngineView() if self.metrics is None else self.metrics.view()
 
 
-def _page(config: TelemetryConfig, stats: _Later) -> Page:
+def _page(config: TelemetryConfig, view: _Later) -> Page:
     # Not needed by those who do not scrape.
     from service.telemetry.page import Page
 
-    return Page(config.prometheus_host, config.prometheus_port, stats)
+    return Page(config.prometheus_host, config.prometheus_port, view)
 
 
 def _resource(config: TelemetryConfig) -> Resource:

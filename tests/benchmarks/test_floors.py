@@ -114,3 +114,46 @@ def test_a_mixture_of_experts_has_no_floor_here(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_experts": 8}))
     with pytest.raises(ValueError, match="dense decoders only"):
         read_shape(tmp_path)
+
+
+def test_states_are_read_and_written_once_a_step_and_their_layers_have_no_kv(
+    tmp_path: Path,
+) -> None:
+    config = {
+        "hidden_size": 4,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "vocab_size": 10,
+        "max_position_embeddings": 8,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 3,
+        "linear_value_head_dim": 5,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = {"model.layers.0.mlp.up_proj.weight": torch.zeros(6, 4)}
+    save_file(weights, tmp_path / "model.safetensors")
+    shape = read_shape(tmp_path)
+    assert (shape.attention_width, shape.kv_width, shape.state_width) == (4, 8, 60)
+    floor = ideal([Lengths(5, 2)] * 2, None, shape, "bfloat16", BANDWIDTH_BOUND)
+    assert floor.decode_s == pytest.approx(24 * 2 + 2 * (5 * 16 + 2 * 4 * 60))
+    assert shape.prompt_flops(0, 2) == 2 * (2 * 24 + 6 * 60) + 4 * 4 * 3
+
+
+def test_what_has_no_floor_is_said(tmp_path: Path) -> None:
+    config = {
+        "hidden_size": 4,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "layer_types": ["conv"],
+        "vocab_size": 10,
+        "max_position_embeddings": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="layers of conv"):
+        read_shape(tmp_path)
+    config["layer_types"] = ["linear_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="linear_num_value_heads, linear_key_head_dim"):
+        read_shape(tmp_path)

@@ -27,8 +27,8 @@ UNKNOWN_FIELD = b"\xba\x3e\x04\x0a\x02hi"  # number 999, a message
 _DELTA = ("text", "ids", "reasoning", "tool_calls", "pieces")
 
 
-def accepted(spec: g.GenerationSpec, command_id: int, seed: int) -> g.ResultEvent:
-    """The acceptance of a request."""
+def accepted(spec: g.GenerationSpec, command_id: int, chance: Chance) -> g.ResultEvent:
+    """The acceptance of a request; an adapter's digest is random, as is a seed that it lacks."""
     event = g.ResultEvent()
     made = event.accepted
     made.request_id, made.command_id = spec.request_id, command_id
@@ -36,7 +36,9 @@ def accepted(spec: g.GenerationSpec, command_id: int, seed: int) -> g.ResultEven
     made.prompt_tokens = 3
     made.sampling.CopyFrom(spec.sampling)
     if not spec.sampling.HasField("seed"):
-        made.sampling.seed = seed
+        made.sampling.seed = chance.number(2**63)
+    if spec.adapter:
+        made.adapter_digest = chance.identifier()
     return event
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from headrace._fleet import FleetState, Server
 from headrace._session import Record, SessionCore
 
 from tests.conformance.drivers import python_threads
@@ -83,6 +84,14 @@ class AnswersFromTheFile(Telling):
         return answer
 
 
+class ForgetsTheAdapter(Driver):
+    """Leaves the adapter out of what is sent: the base model would answer."""
+
+    def take(self, command: dict[str, Any]) -> None:
+        command.get("request", {}).pop("adapter", None)
+        super().take(command)
+
+
 class LeaksAStream(Driver):
     def close_session(self, command: dict[str, Any]) -> None:
         """Says that it is closed."""
@@ -143,12 +152,23 @@ def pay_for_all() -> None:
     SessionCore.add = unlimited  # type: ignore[method-assign]
 
 
+def ask_again() -> None:
+    """A server that lacks an adapter is taken for one without room: it may be asked again."""
+    choose = FleetState.choose
+
+    def choose_any(state: FleetState, keys: Any, **options: Any) -> Server | None:
+        return choose(state, keys, **{**options, "without": ()})
+
+    FleetState.choose = choose_any  # type: ignore[method-assign,assignment]
+
+
 DRIVERS: dict[str, type[Driver]] = {
     "drops-a-delta": DropsADelta,
     "splits-a-character": SplitsACharacter,
     "swallows-an-error": SwallowsAnError,
     "foreign-errors": ForeignErrors,
     "answers-from-the-file": AnswersFromTheFile,
+    "forgets-the-adapter": ForgetsTheAdapter,
     "leaks-a-stream": LeaksAStream,
     "does-not-end": DoesNotEnd,
     "sends-twice": SendsTwice,
@@ -157,6 +177,7 @@ CHANGES: dict[str, Callable[[], None]] = {
     "resumes-late": resume_late,
     "retries-early": retry_early,
     "pays-for-all": pay_for_all,
+    "asks-again": ask_again,
 }
 
 if __name__ == "__main__":

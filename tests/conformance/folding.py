@@ -120,7 +120,9 @@ def told_result(log: Sequence[g.ResultEvent], request_id: str, n: int) -> dict[s
     usage |= {name: sum(u[name] for u in usages) for name in _OF_CHOICES}
     has_seed = accepted is not None and accepted.sampling.HasField("seed")
     seed = str(accepted.sampling.seed) if accepted is not None and has_seed else None
-    return {"request_id": request_id, "seed": seed, "usage": usage, "choices": choices}
+    digest = accepted.adapter_digest if accepted is not None else ""
+    found = {"request_id": request_id, "seed": seed, "adapter_digest": digest}
+    return {**found, "usage": usage, "choices": choices}
 
 
 def generate_response(log: Sequence[g.ResultEvent], n: int, instance_id: str) -> s.GenerateResponse:
@@ -238,6 +240,7 @@ def whole_result(told: dict[str, Any]) -> dict[str, Any]:
     return {
         "request_id": told.get("request_id"),
         "seed": told.get("seed"),
+        "adapter_digest": told.get("adapter_digest") or "",
         "usage": usage(told.get("usage")),
         "choices": choices,
     }

@@ -108,10 +108,24 @@ class Judge:
                 raise Unmet(f"the request's id is {ok['request_id']}")
         if found := difference(wanted.get("ok", {}), ok, "ok"):
             raise Unmet(found)
+        if "contents" in wanted:
+            self._compare_contents(ok, wanted["contents"])
         if "statuses" in wanted:
             statuses = {self.id_of(one): status for one, status in wanted["statuses"].items()}
             if found := difference(statuses, ok["statuses"], "statuses"):
                 raise Unmet(found)
+
+    def _compare_contents(self, ok: dict[str, Any], sources: Sequence[str]) -> None:
+        """The digests of adapters that a real server has loaded from these sources."""
+        from tests.conformance.real import adapter_digest
+
+        adapters = ok.get("adapters", [ok["adapter"]] if "adapter" in ok else [])
+        told = [one.get("digest") for one in adapters]
+        if "choices" in ok:
+            told = [ok.get("adapter_digest")]
+        right = [adapter_digest(self.id_of(source)) for source in sources]
+        if found := difference(right, told, "digests"):
+            raise Unmet(found)
 
     def _compare_echo(self, choice: dict[str, Any], handle: Handle, wanted: dict[str, Any]) -> None:
         """A real server's output is the prompt, over and over."""

@@ -8,6 +8,7 @@ alone.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ class RealServer:
             max_context_tokens=_CONTEXT_TOKENS,
             max_running_requests=running,
             max_queue_size=waiting,
+            serves_adapters=self._options.get("adapters", False),
         )
         engine = FakeEngine(script=prompt_again, auto=False, info=info)
         self._server = HeadraceServer(
@@ -78,6 +80,11 @@ class RealServer:
         while True:
             engine.step()
             await asyncio.sleep(_STEP_SECONDS)
+
+
+def adapter_digest(source: str) -> str:
+    """The digest of what such a server loads from a source, in hexadecimal."""
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def echo(text: str, max_tokens: int) -> dict[str, Any]:

@@ -54,6 +54,7 @@ def fault_of_spec(
     check("priority", spec.scheduling.priority)
     check("max_reasoning_tokens", spec.stop.max_reasoning_tokens)
     check("prediction", spec.prediction.text)
+    check("adapter", spec.adapter)
     if "time_limit_ms" in request:
         limit = Duration(seconds=0)
         limit.FromMilliseconds(request["time_limit_ms"])
@@ -82,6 +83,7 @@ def _capabilities(request: Mapping[str, Any]) -> list[str]:
         "priority": "priorities",
         "max_reasoning_tokens": "reasoning_budget",
         "prediction": "prediction",
+        "adapter": "adapters",
     }
     found |= {mark for name, mark in marks.items() if name in request}
     if request.get("tool_choice") in _CHOICES:

@@ -209,6 +209,8 @@ class Scenario:
             old = self.judge.handles[step["of"]]
             self.judge.handles[members["handle"]] = Handle(old.name, old.first)
             members["of"] = self.prefix + step["of"]
+        elif op == "load_adapter":
+            members["source"] = self.id_of(members["source"])
         elif op == "abandon":
             members = {"of": self.begun[step["of"]][0]}
         elif op == "get_result":
@@ -307,16 +309,16 @@ class Scenario:
         at = step.get("at")
         if at is not None and arrival.call.server != at:
             raise Unmet(f"it came to server {arrival.call.server}; {at} is right")
-        was_at = self.at.get(name)
-        if step.get("elsewhere") and was_at == arrival.call.server:
-            raise Unmet(f"it came to server {was_at} again")
+        is_again = self.at.get(name) == arrival.call.server
+        if step.get("again" if not is_again else "elsewhere"):
+            raise Unmet(f"it came to server {arrival.call.server}, after {self.at.get(name)}")
         silent = step.get("not_held_up_by")
         if silent is not None and (fault := self.servers[silent].held_up(arrival)):
             raise Unmet(f"{fault} than the question to server {silent}, which answers none")
         self.at[name] = arrival.call.server
         served = Served(arrival)
         self.stage.served[wanted] = served
-        event = accepted(served.spec, arrival.command_id, self.chance.number(2**63))
+        event = accepted(served.spec, arrival.command_id, self.chance)
         served.note(event)
         self._tell(served, [event], b"")
         if served.call.method == "AddRequest":

@@ -33,6 +33,8 @@ FAULTS = {
     "resumes-late": ("resumed-by-itself", "attaches from event 5; 4 is right"),
     "retries-early": ("refused-then-taken", "it was told"),
     "pays-for-all": ("credits", "credit was given"),
+    "forgets-the-adapter": ("adapter-in-requests", ".adapter is ''"),
+    "asks-again": ("fleet-adapter-at-a-full-server", "it came to server"),
 }
 NEVER = {
     "leaks-a-stream": (scenario, "CLEAR_SECONDS"),
@@ -42,7 +44,7 @@ NEVER = {
 
 _GO = (
     "drops-a-delta", "splits-a-character", "swallows-an-error", "foreign-errors",
-    "answers-from-the-file", "leaks-a-stream",
+    "answers-from-the-file", "leaks-a-stream", "forgets-the-adapter",
 )  # fmt: skip
 GO_FAULTS = {
     **{name: FAULTS[name] for name in _GO},

@@ -37,7 +37,7 @@ from engine.contract.outputs import (
     Usage,
 )
 from engine.contract.request import GenerationRequest
-from engine.contract.stats import CallerStats, EngineStats
+from engine.contract.stats import AdapterStats, CallerStats, EngineStats
 from engine.contract.types import CallerKey, RequestId
 from service.telemetry.telemetry_config import TelemetryConfig
 from tests.deploy.chart import HELM, only, rendered
@@ -114,6 +114,12 @@ class Loaded(FakeEngine):
             accepted_draft_tokens=plain.steps,
             accepted_prediction_draft_tokens=plain.steps,
             callers=(CallerStats(CallerKey("a"), 1.0, 1, 1, plain.steps),),
+            adapters=1,
+            adapter_bytes=1,
+            max_adapter_bytes=2,
+            adapter_loads=plain.steps,
+            adapter_evictions=plain.steps,
+            by_adapter=(AdapterStats("a", 1, 1, plain.steps, plain.steps),),
         )
 
 
@@ -188,6 +194,7 @@ async def work(h: Harness, engine: FakeEngine) -> None:
         await h.generate(spec())
         engine.refuse_next.append(QueueFullError(5, 1.0))
         assert (await refused(h.generate(spec()))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        metrics.adapter_loaded(0.1)
         metrics.on_step(StepOutputs(1.0, (output,), StepRecord(0.25, 2, 40, 7)))
         await refused(h.generate(spec(request_id="broken")))
         await asyncio.sleep(0.05)  # the scraper and Prometheus need the processor too
@@ -236,7 +243,7 @@ async def test_every_query_gives_data_when_it_is_provoked(tmp_path: Path) -> Non
         frozen.step()
         metrics = stuck.server._telemetry.metrics
         assert metrics is not None
-        await until(lambda: (known := metrics.model_and_stats()[1]) and known.steps)
+        await until(lambda: (known := metrics.view().stats) and known.steps)
         await provoke(tmp_path, h, engine, stuck, queries)
 
 

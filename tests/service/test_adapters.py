@@ -164,6 +164,33 @@ def test_an_operator_loads_replaces_and_unloads(served: Served) -> None:
     assert not any(name.startswith("c ") for name in states(served))
 
 
+def test_statistics_tell_of_adapters(served: Served) -> None:
+    """A name goes on with its counts when it comes back, and those of others are not changed."""
+
+    def told(name: str) -> tuple[int, int]:
+        rows = {one.name: one for one in control.statistics().engine.by_adapter}
+        row = rows.get(name)
+        return (0, 0) if row is None else (row.prompt_tokens, row.generated_tokens)
+
+    control, before = served.client.control, served.client.control.statistics().engine
+    had, others = told("seen"), told("team-a")
+    assert had == (0, 0)
+    for source in ("v1", "v2"):
+        control.load_adapter("seen", source)
+        assert generate(served, adapter="seen") == served.whole[source]
+        control.unload_adapter("seen")
+    base = generate(served)
+    after = control.statistics().engine
+    assert told("seen")[0] > 0
+    assert told("seen")[1] == 2 * NEW
+    assert told("team-a") == others
+    assert after.generated_tokens - before.generated_tokens == 2 * NEW + len(base)
+    assert after.others["headrace.adapters.limit"] == 256
+    assert after.others["headrace.adapters.memory.limit"] == 1 << 30
+    phases = {one.name: one.duration for one in control.statistics().startup_phases}
+    assert phases["adapters"].ToNanoseconds() > 0
+
+
 @pytest.mark.parametrize("change", ["replace", "unload", "unload with a timeout"])
 def test_a_held_request_goes_on_with_what_it_began_with(served: Served, change: str) -> None:
     """It is held because nobody reads it, before a change and after."""

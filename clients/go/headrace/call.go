@@ -65,13 +65,14 @@ type attempts struct {
 	sticks bool // a lost connection is no reason to go elsewhere at once: the server may have taken the request
 	same   *server
 	tried  map[*server]bool
+	lacks  map[*server]bool // those that have said that they lack the request's adapter
 	pauses int
 	full   bool // it has waited for room once; now it may ask
 	began  time.Time
 }
 
 func newAttempts(p *pool, keys *prefixKeys, retries int, sticks bool) *attempts {
-	return &attempts{pool: p, keys: keys, left: retries, sticks: sticks, tried: make(map[*server]bool)}
+	return &attempts{pool: p, keys: keys, left: retries, sticks: sticks, tried: make(map[*server]bool), lacks: make(map[*server]bool)}
 }
 
 // next is the server to call now, once there is one. The call counts as begun there.
@@ -104,10 +105,10 @@ func (a *attempts) look() (*server, time.Duration, error) {
 	if a.same != nil {
 		return a.same, 0, nil
 	}
-	if one := a.pool.choose(a.keys, a.tried, a.full); one != nil {
+	if one := a.pool.choose(a.keys, a.tried, a.lacks, a.full); one != nil {
 		return one, 0, nil
 	}
-	if in, anyReady := a.pool.roomIn(); anyReady {
+	if in, anyReady := a.pool.roomIn(a.lacks); anyReady {
 		a.full = true
 		return nil, in, nil
 	}
@@ -136,6 +137,11 @@ func (a *attempts) failed(ctx context.Context, at *server, err *Error) error {
 }
 
 func (a *attempts) pause(at *server, err *Error) (pause time.Duration, again bool) {
+	if err.Reason == reasonAdapterNotLoaded { // each server is asked once: that is no retry
+		a.same, a.lacks[at] = nil, true
+		_, again = a.pool.roomIn(a.lacks)
+		return 0, again
+	}
 	if !isWorthARetry(err) || err.neverAgain || a.left == 0 || a.pool.closed {
 		if err.Code == codes.Unavailable {
 			a.pool.setAside(at, err)
@@ -157,7 +163,7 @@ func (a *attempts) pause(at *server, err *Error) (pause time.Duration, again boo
 	a.same = nil
 	a.pool.noteFailure(at, err)
 	a.tried[at] = true
-	if other := a.pool.choose(a.keys, a.tried, false); mayNow && other != nil && !a.tried[other] {
+	if other := a.pool.choose(a.keys, a.tried, a.lacks, false); mayNow && other != nil && !a.tried[other] {
 		return 0, true
 	}
 	clear(a.tried)

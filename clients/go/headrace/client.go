@@ -56,6 +56,7 @@ func NewClient(target string, options ...Option) (*Client, error) {
 			conn:       conn,
 			generation: headracev1.NewGenerationServiceClient(conn),
 			models:     headracev1.NewModelServiceClient(conn),
+			control:    headracev1.NewControlServiceClient(conn),
 			health:     healthpb.NewHealthClient(conn),
 		}, nil
 	}

@@ -146,8 +146,9 @@ func fromStatus(received *rpcstatus.Status, requestID string) *Error {
 }
 
 const (
-	reasonMoved         = "REQUEST_MOVED"
-	reasonWrongInstance = "WRONG_INSTANCE"
+	reasonMoved            = "REQUEST_MOVED"
+	reasonWrongInstance    = "WRONG_INSTANCE"
+	reasonAdapterNotLoaded = "ADAPTER_NOT_LOADED"
 )
 
 // fromRPC reads the error of an RPC. Where the caller's context has ended, that is its cause.

@@ -33,6 +33,7 @@ type Handle struct {
 	reattached  int
 	lostUntil   time.Time // until when the server that it was lost with may have it: how long its lease is
 	asked       map[*server]bool
+	lacking     map[*server]bool // those that have said that they lack its adapter
 	askUntil    time.Time
 	turn        int // grows when it is sent or begins to wait: what was to be done before is void
 	unwatch     func() bool

@@ -20,6 +20,26 @@ func (c *Client) Model(ctx context.Context) (*headracev1.ModelCard, error) {
 	return answer.GetModel(), err
 }
 
+// Adapters lists the adapters that the caller may use, by name; of several servers, those of one.
+func (c *Client) Adapters(ctx context.Context) ([]*headracev1.Adapter, error) {
+	message := &headracev1.ListAdaptersRequest{PageSize: 1000} // the contract's limit
+	var found []*headracev1.Adapter
+	for {
+		answer, err := anywhere(ctx, c, call[*headracev1.ListAdaptersResponse]{
+			send: func(ctx context.Context, at *server, options ...grpc.CallOption) (*headracev1.ListAdaptersResponse, error) {
+				return at.models.ListAdapters(ctx, message, options...)
+			},
+		})
+		if err != nil {
+			return nil, err
+		}
+		found = append(found, answer.GetAdapters()...)
+		if message.PageToken = answer.GetNextPageToken(); message.PageToken == "" {
+			return found, nil
+		}
+	}
+}
+
 // Tokenize returns the token ids of a request's prompt, text or a conversation, exactly as the request would have them.
 // What else the request says is not looked at.
 func (c *Client) Tokenize(ctx context.Context, request *Request) ([]uint32, error) {

@@ -31,12 +31,12 @@ func (s *Session) mostTries() int {
 func (s *Session) place(h *Handle, avoid *server) {
 	avoided := map[*server]bool{avoid: true}
 	s.pool.mu.Lock()
-	at := s.pool.choose(h.keys, avoided, false)
+	at := s.pool.choose(h.keys, avoided, h.lacking, false)
 	in, anyReady := time.Duration(0), false
 	if at == nil {
-		in, anyReady = s.pool.roomIn()
+		in, anyReady = s.pool.roomIn(h.lacking)
 		if anyReady && !h.giveUpAt.IsZero() && time.Now().Add(in).After(h.giveUpAt) {
-			at = s.pool.choose(h.keys, avoided, true)
+			at = s.pool.choose(h.keys, avoided, h.lacking, true)
 		}
 	}
 	if at != nil {
@@ -144,9 +144,23 @@ func (s *Session) refused(w *wire, h *Handle, err *Error) {
 		s.findRoom(at, h, err, advice)
 	case err.Code == codes.Unavailable && (s.pool.many || s.restarts) && h.losses < s.mostTries():
 		s.sendAgain(h, at, err)
+	case err.Reason == reasonAdapterNotLoaded && !h.cancelled && s.mayHaveAdapter(at, h):
+		s.place(h, nil)
 	default:
 		s.fail(h, err)
 	}
+}
+
+// mayHaveAdapter notes that a server lacks a request's adapter, and tells whether there is another to ask.
+func (s *Session) mayHaveAdapter(lacks *server, h *Handle) bool {
+	if h.lacking == nil {
+		h.lacking = make(map[*server]bool)
+	}
+	h.lacking[lacks] = true
+	s.pool.mu.Lock()
+	defer s.pool.mu.Unlock()
+	_, another := s.pool.roomIn(h.lacking)
+	return another
 }
 
 // findRoom sends a request elsewhere, or again when its server may have room.
@@ -156,7 +170,7 @@ func (s *Session) findRoom(at *server, h *Handle, err *Error, advice time.Durati
 		s.pool.noteFailure(at, err)
 		var other *server
 		if s.pool.budget.failed() {
-			other = s.pool.choose(h.keys, map[*server]bool{at: true}, false)
+			other = s.pool.choose(h.keys, map[*server]bool{at: true}, h.lacking, false)
 		}
 		s.pool.mu.Unlock()
 		if other != nil && other != at {

@@ -137,8 +137,9 @@ func (p *pool) list(addresses []address) error {
 	return nil
 }
 
-// choose is the server for a request; nil: none is ready and has room. The lock is held.
-func (p *pool) choose(keys *prefixKeys, avoid map[*server]bool, evenFull bool) *server {
+// choose is the server for a request; nil: none is ready and has room. One of avoid is better than none; one of lacking is
+// not, because it lacks what the request needs. The lock is held.
+func (p *pool) choose(keys *prefixKeys, avoid, lacking map[*server]bool, evenFull bool) *server {
 	if !p.many {
 		return p.servers[0]
 	}
@@ -151,7 +152,7 @@ func (p *pool) choose(keys *prefixKeys, avoid map[*server]bool, evenFull bool) *
 	pick := func(fits func(*server) bool) []*server {
 		var found []*server
 		for _, one := range p.servers {
-			if one.state == ready && fits(one) {
+			if one.state == ready && !lacking[one] && fits(one) {
 				found = append(found, one)
 			}
 		}
@@ -179,11 +180,11 @@ func (p *pool) choose(keys *prefixKeys, avoid map[*server]bool, evenFull bool) *
 	return from[slices.IndexFunc(from, func(one *server) bool { return one.name() == chosen })]
 }
 
-// roomIn is when a ready server has room, as these said; false: none is ready. The lock is held.
-func (p *pool) roomIn() (time.Duration, bool) {
+// roomIn is when a ready server has room, as these said; false: none is ready but those of lacking. The lock is held.
+func (p *pool) roomIn(lacking map[*server]bool) (time.Duration, bool) {
 	first, found := time.Duration(0), false
 	for _, one := range p.servers {
-		if one.state != ready {
+		if one.state != ready || lacking[one] {
 			continue
 		}
 		in := max(time.Until(one.fullUntil), 0)

@@ -217,6 +217,8 @@ type Accepted struct {
 	Sampling *headracev1.SamplingOptions
 	// Stop are the limits in force.
 	Stop *headracev1.StopOptions
+	// AdapterDigest is the digest of its adapter's content, in hexadecimal. Empty: it has none.
+	AdapterDigest string
 }
 
 // Prompt says how a prompt was processed.
@@ -278,6 +280,7 @@ func acceptedFrom(requestID string, told *headracev1.Accepted) *Accepted {
 		Choices:       max(int(told.GetN()), 1),
 		Sampling:      told.GetSampling(),
 		Stop:          told.GetStop(),
+		AdapterDigest: told.GetAdapterDigest(),
 	}
 	if told.GetAcceptTime() != nil {
 		made.Time = told.GetAcceptTime().AsTime()

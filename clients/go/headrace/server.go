@@ -40,6 +40,7 @@ type server struct {
 	conn       *grpc.ClientConn
 	generation headracev1.GenerationServiceClient
 	models     headracev1.ModelServiceClient
+	control    headracev1.ControlServiceClient
 	health     healthpb.HealthClient
 
 	state       serverState

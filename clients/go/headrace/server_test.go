@@ -29,11 +29,15 @@ const instance = "instance-1"
 type script struct {
 	headracev1.UnimplementedGenerationServiceServer
 	headracev1.UnimplementedModelServiceServer
+	headracev1.UnimplementedControlServiceServer
 
 	generate func(context.Context, *headracev1.GenerateRequest) (*headracev1.GenerateResponse, error)
 	stream   func(*headracev1.GenerateStreamRequest, grpc.ServerStreamingServer[headracev1.GenerateStreamResponse]) error
 	session  func(*conversation) error
 	cancel   func(*headracev1.CancelRequest) *headracev1.CancelResponse
+	list     func(*headracev1.ListAdaptersRequest) *headracev1.ListAdaptersResponse
+	load     func(*headracev1.LoadAdapterRequest) (*headracev1.LoadAdapterResponse, error)
+	unload   func(*headracev1.UnloadAdapterRequest) *headracev1.UnloadAdapterResponse
 
 	mu       sync.Mutex
 	sessions int
@@ -51,6 +55,18 @@ func (s *script) GenerateStream(
 
 func (s *script) Cancel(_ context.Context, request *headracev1.CancelRequest) (*headracev1.CancelResponse, error) {
 	return s.cancel(request), nil
+}
+
+func (s *script) ListAdapters(_ context.Context, request *headracev1.ListAdaptersRequest) (*headracev1.ListAdaptersResponse, error) {
+	return s.list(request), nil
+}
+
+func (s *script) LoadAdapter(_ context.Context, request *headracev1.LoadAdapterRequest) (*headracev1.LoadAdapterResponse, error) {
+	return s.load(request)
+}
+
+func (s *script) UnloadAdapter(_ context.Context, request *headracev1.UnloadAdapterRequest) (*headracev1.UnloadAdapterResponse, error) {
+	return s.unload(request), nil
 }
 
 func (s *script) StreamResult(
@@ -158,6 +174,7 @@ func serve(t testing.TB, s *script, options ...headrace.Option) *headrace.Client
 	grpcServer := grpc.NewServer()
 	headracev1.RegisterGenerationServiceServer(grpcServer, s)
 	headracev1.RegisterModelServiceServer(grpcServer, s)
+	headracev1.RegisterControlServiceServer(grpcServer, s)
 	served := make(chan struct{})
 	go func() {
 		defer close(served)

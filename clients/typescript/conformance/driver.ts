@@ -6,6 +6,7 @@ import {
   optionsOf,
   promptOf,
   type RequestTold,
+  tellAdapter,
   tellChunk,
   tellError,
   tellOutcome,
@@ -57,6 +58,9 @@ const MEMBERS: Record<string, string> = {
   add_request: "client request",
   get_result: "client request_id timeout_ms",
   cancel_ids: "client request_ids",
+  load_adapter: "client name source pinned replace",
+  unload_adapter: "client name timeout_ms",
+  adapters: "client",
 };
 
 const clients = new Map<string, Client>();
@@ -201,6 +205,19 @@ const COMMANDS: Record<string, (command: Command, signal: AbortSignal, chunks: T
   },
   async cancel_ids({ client, request_ids: ids }) {
     return { statuses: Object.fromEntries(await found(clients, client).cancel(ids as string[])) };
+  },
+  async load_adapter({ client, name, source, pinned, replace }) {
+    const options = { pinned: pinned === true, replace: replace === true };
+    const { control } = found(clients, client);
+    const { adapter, evicted } = await control.loadAdapter(name as string, source as string, options);
+    return { adapter: tellAdapter(adapter), evicted };
+  },
+  async unload_adapter({ client, name, timeout_ms: graceMs }) {
+    const { control } = found(clients, client);
+    return { live: await control.unloadAdapter(name as string, { graceMs: given<number>(graceMs) }) };
+  },
+  async adapters({ client }) {
+    return { adapters: (await found(clients, client).adapters()).map(tellAdapter) };
   },
 };
 

@@ -1,6 +1,7 @@
 // A REQUEST of the conformance suite as the library's prompt and options, and its public results and errors as
 // tests/conformance/README.md has them.
 import type {
+  Adapter,
   BatchOutcome,
   Choice,
   Chunk,
@@ -14,6 +15,7 @@ import type {
   Usage,
 } from "@headrace/client";
 import { HeadraceError } from "@headrace/client";
+import { AdapterState } from "@headrace/client/contract";
 
 export type Told = Record<string, unknown>;
 
@@ -38,12 +40,13 @@ export interface RequestTold {
   structural_tag?: string | null;
   time_limit_ms?: number | null;
   prediction?: string | null;
+  adapter?: string | null;
 }
 
 const REQUEST_MEMBERS = new Set(
   (
     "id text token_ids messages tools tool_choice max_tokens n logprobs priority max_reasoning_tokens seed stop " +
-    "json_schema structural_tag time_limit_ms prediction"
+    "json_schema structural_tag time_limit_ms prediction adapter"
   ).split(" "),
 );
 
@@ -84,6 +87,7 @@ export function optionsOf(request: RequestTold): GenerationOptions {
     structuralTag: request.structural_tag ?? undefined,
     timeLimitMs: request.time_limit_ms ?? undefined,
     prediction: request.prediction ?? undefined,
+    adapter: request.adapter ?? undefined,
     toolChoice: request.tool_choice ?? undefined,
     seed: seed == null ? undefined : BigInt(seed),
     tools: tools?.map(({ name, description, parameters }) => ({
@@ -147,6 +151,7 @@ export function tellResult(result: Result): Told {
   return {
     request_id: result.requestId,
     seed: result.seed?.toString() ?? null,
+    adapter_digest: result.accepted?.adapterDigest ?? null,
     usage: tellUsage(result.usage),
     choices: result.choices.map(tellChoice),
   };
@@ -164,6 +169,20 @@ function tellChoice(choice: Choice): Told {
     stop_string: choice.stopString ?? null,
     stop_token_id: choice.stopTokenId ?? null,
     usage: tellUsage(choice.usage),
+  };
+}
+
+export function tellAdapter(adapter: Adapter | undefined): Told {
+  return {
+    name: adapter?.name,
+    digest: adapter?.digest,
+    rank: adapter?.rank,
+    bytes: Number(adapter?.sizeBytes),
+    modules: adapter?.modules,
+    state: adapter && AdapterState[adapter.state].toLowerCase(),
+    pinned: adapter?.pinned,
+    live: Number(adapter?.liveRequests),
+    base_model: adapter?.baseModel,
   };
 }
 

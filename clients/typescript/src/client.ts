@@ -18,6 +18,7 @@ import {
   settingsFrom,
   unary,
 } from "./connection.js";
+import { Control } from "./control.js";
 import { invalidArgument, NotFoundError, UnavailableError } from "./errors.js";
 import { Fold } from "./fold.js";
 import { HealthCheckResponse_ServingStatus as ServingStatus } from "./gen/grpc/health/v1/health_pb.js";
@@ -27,7 +28,13 @@ import {
   GenerateRequestSchema,
   GenerateStreamRequestSchema,
 } from "./gen/headrace/v1/generation_service_pb.js";
-import { GetModelRequestSchema, type ModelCard, TokenizeRequestSchema } from "./gen/headrace/v1/model_service_pb.js";
+import {
+  type Adapter,
+  GetModelRequestSchema,
+  ListAdaptersRequestSchema,
+  type ModelCard,
+  TokenizeRequestSchema,
+} from "./gen/headrace/v1/model_service_pb.js";
 import { prefixKeys } from "./internal/placement.js";
 import { GENERATION_SERVICE, Pool } from "./internal/pool.js";
 import { pause, withRetries } from "./internal/retries.js";
@@ -41,6 +48,7 @@ import { type RunnableTool, runTools, type ToolRunOptions, type ToolTurn } from 
 import { DEFAULT_TARGET, parseTargets, textOf } from "./targets.js";
 
 const READY_POLL_MS = 200;
+const PAGE_SIZE = 1000; // the contract's limit
 const MOST_TIMEOUT_MS = 2 ** 31 - 1; // of Node's timers
 
 /** How a client connects, and how it calls. */
@@ -282,6 +290,31 @@ export class Client implements AsyncDisposable {
       throw new UnavailableError("the server has no model yet");
     }
     return model;
+  }
+
+  /** The adapters that the caller may use, by name; of several servers, those of one. */
+  async adapters(options: CallOptions = {}): Promise<Adapter[]> {
+    const request = create(ListAdaptersRequestSchema, { pageSize: PAGE_SIZE });
+    const found: Adapter[] = [];
+    do {
+      const answer = await this.#any(options, (at, given) => at.models.listAdapters(request, given));
+      found.push(...answer.adapters);
+      request.pageToken = answer.nextPageToken;
+    } while (request.pageToken !== "");
+    return found;
+  }
+
+  /**
+   * What operators do.
+   *
+   * @throws InvalidArgumentError - the client has several servers.
+   */
+  get control(): Control {
+    if (!this.#pool.isOne) {
+      throw invalidArgument("target", "names several servers; control is of one, so make a client of its address");
+    }
+    this.#pool.begin();
+    return new Control(this.#pool.one.connection, this.#rpcTimeoutMs);
   }
 
   /**

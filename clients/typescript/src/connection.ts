@@ -16,6 +16,7 @@ import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-no
 
 import { errorFromCall, invalidArgument, UnavailableError } from "./errors.js";
 import { Health } from "./gen/grpc/health/v1/health_pb.js";
+import { ControlService } from "./gen/headrace/v1/control_service_pb.js";
 import { GenerationService } from "./gen/headrace/v1/generation_service_pb.js";
 import { ModelService } from "./gen/headrace/v1/model_service_pb.js";
 import { traceContext } from "./trace.js";
@@ -78,6 +79,7 @@ export class Connection {
   readonly target: string;
   readonly generation: Stub<typeof GenerationService>;
   readonly models: Stub<typeof ModelService>;
+  readonly control: Stub<typeof ControlService>;
   readonly health: Stub<typeof Health>;
   readonly #manager: SessionManager;
   readonly #sockets = new Set<Socket>();
@@ -126,6 +128,7 @@ export class Connection {
     });
     this.generation = createClient(GenerationService, transport);
     this.models = createClient(ModelService, transport);
+    this.control = createClient(ControlService, transport);
     this.health = createClient(Health, transport);
   }
 

@@ -7,6 +7,7 @@ export type { BatchInput, BatchOptions, BatchOutcome, BatchRequest } from "./bat
 export type { CancelStatus } from "./by_id.js";
 export { Client, type ClientOptions, type GenerateOptions, type HealthStatus } from "./client.js";
 export type { CallOptions, ConnectionOptions, Metadata, TlsOptions } from "./connection.js";
+export { Control, type LoadAdapterOptions, type UnloadAdapterOptions } from "./control.js";
 export {
   AlreadyExistsError,
   CancelledError,
@@ -30,7 +31,7 @@ export {
 } from "./errors.js";
 export type { Status } from "./gen/google/rpc/status_pb.js";
 export { type GenerationSpec, GenerationSpecSchema } from "./gen/headrace/v1/generation_pb.js";
-export type { ModelCard } from "./gen/headrace/v1/model_service_pb.js";
+export type { Adapter, ModelCard } from "./gen/headrace/v1/model_service_pb.js";
 export type * from "./messages.js";
 export type {
   ChatParameters,

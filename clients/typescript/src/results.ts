@@ -123,6 +123,8 @@ export interface Accepted {
   readonly sampling: SamplingOptions | undefined;
   /** The limits in force, with every default filled in. */
   readonly stop: StopOptions | undefined;
+  /** The digest of its adapter's content, in hexadecimal; empty if it has none. */
+  readonly adapterDigest: string;
 }
 
 /** The result of processing the prompt. */
@@ -332,6 +334,7 @@ export function acceptedFrom(requestId: string, message: AcceptedMessage): Accep
     acceptedAt: message.acceptTime === undefined ? undefined : timestampDate(message.acceptTime),
     sampling: message.sampling,
     stop: message.stop,
+    adapterDigest: message.adapterDigest,
   };
 }
 

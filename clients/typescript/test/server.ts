@@ -16,6 +16,7 @@ import { Code, ConnectError, type HandlerContext, type ServiceImpl } from "@conn
 import { connectNodeAdapter } from "@connectrpc/connect-node";
 import {
   type AddCommand,
+  ControlService,
   type DeltaSchema,
   FinishReason,
   GenerationService,
@@ -36,6 +37,7 @@ type Generation = Partial<ServiceImpl<typeof GenerationService>>;
 /** What a server has besides. */
 interface ServerOptions {
   models?: Partial<ServiceImpl<typeof ModelService>>;
+  control?: Partial<ServiceImpl<typeof ControlService>>;
   tls?: SecureServerOptions;
 }
 
@@ -49,11 +51,12 @@ export class ScriptedServer implements AsyncDisposable {
   }
 
   static async start(generation: Generation, options: ServerOptions = {}) {
-    const { models = {}, tls } = options;
+    const { models = {}, control = {}, tls } = options;
     const handler = connectNodeAdapter({
       routes: (router) => {
         router.service(GenerationService, generation);
         router.service(ModelService, models);
+        router.service(ControlService, control);
         router.service(Health, { check: () => ({ status: HealthCheckResponse_ServingStatus.SERVING }) });
       },
     });

@@ -56,7 +56,7 @@ class AdaptedModules:
         steps: CausalModel,
         decoder: described.Decoder | None,
         backend: AttentionBackend,
-        probe: Observation,
+        probe: Observation | None,
     ) -> None:
         """Look at a model. Nothing is changed yet.
 
@@ -64,7 +64,8 @@ class AdaptedModules:
             model: the view that steps run.
             steps: the view, or our decoder.
             decoder: what our decoder computes, if it is used.
-            backend, probe: see VerifiedModel.
+            backend, probe: see VerifiedModel. Without a probe, `stand_in` must be given layers that
+                can be adapted.
         """
         self._model, self._steps, self._backend, self._probe = model, steps, backend, probe
         self._step = threading.local()
@@ -141,22 +142,28 @@ class AdaptedModules:
 
     def _try(self) -> dict[str, str | None]:
         """Return why each linear layer outside of our decoder cannot be adapted, or None."""
+        if self._probe is None:
+            raise ValueError("there is no probe")
+        probe = self._probe
         paths = [path for path in self.shapes if path not in self.places]
         generator = torch.Generator().manual_seed(0)
-        vocabulary = self._probe.logits[0].shape[-1]
+        vocabulary = probe.logits[0].shape[-1]
         ids = torch.randint(0, vocabulary, (sum(_LENGTHS),), generator=generator)
-        apart = [self._inputs(paths, ids, (which,)) for which in range(len(_LENGTHS))]
-        together = self._inputs(paths, ids, tuple(range(len(_LENGTHS))))
+        apart = [self._inputs(probe, paths, ids, (which,)) for which in range(len(_LENGTHS))]
+        together = self._inputs(probe, paths, ids, tuple(range(len(_LENGTHS))))
         return {
             path: _why_other_rows([one[path] for one in apart], together[path]) for path in paths
         }
 
     def _inputs(
-        self, paths: Iterable[str], ids: torch.Tensor, prompts: tuple[int, ...]
+        self,
+        probe: Observation,
+        paths: Iterable[str],
+        ids: torch.Tensor,
+        prompts: tuple[int, ...],
     ) -> dict[str, list[torch.Tensor]]:
         """Return what modules are given in a step of these prompts."""
         found: dict[str, list[torch.Tensor]] = {path: [] for path in paths}
-        probe = self._probe
         small = SmallCache(
             self._backend, probe.shapes, _LENGTHS, _BLOCK,
             zeros(probe.dtype, self._model.device), probe.recurrence,

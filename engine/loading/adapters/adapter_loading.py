@@ -22,6 +22,7 @@ from engine.contract.adapters import Adapter, AdapterLoad, AdapterLoaded, at_sta
 from engine.contract.config import LoadConfig
 from engine.contract.errors import AdapterRefusedError
 from engine.contract.loaded_adapters import AdapterBounds
+from engine.contract.startup import ADAPTERS, enter
 from engine.loading.adapters.adapted_modules import AdaptedModules
 from engine.loading.adapters.adapter_files import (
     CONFIG,
@@ -77,6 +78,7 @@ class AdapterLoader:
         self._base = verified.path
         self._max_rank = config.max_adapter_rank
         self._bounds = AdapterBounds(config.max_adapter_bytes, config.max_adapters)
+        self.adapters.bounds = self._bounds
         self._root: Path | None = None
         if config.adapter_root is not None:
             try:
@@ -144,6 +146,7 @@ def load_adapters(
     loads = at_start(config.adapters) if loads is None else loads
     if not loads and config.adapter_root is None:
         return
+    enter(progress, ADAPTERS)
     loader = AdapterLoader(verified, config)
     for load in loads:
         try:
@@ -164,16 +167,35 @@ def why_no_adapters(verified: VerifiedModel) -> str | None:
     """Return why adapters cannot be served with a model, or None if they can."""
     if verified.ranks is not None:
         return "the model is divided among processes; leave tensor_parallel out"
-    if verified.device.type != "cpu":
-        return f"the model is on {verified.device}, and they are computed on a CPU alone"
+    reason = why_not_computed(verified.device, verified.dtype)
+    if reason is None and verified.adapted is None:
+        return "the model has no view"
+    return reason
+
+
+def why_not_computed(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why adapters cannot be computed for models on a device and of a type, or None if they
+    can.
+    """
+    if device.type != "cpu":
+        return f"the model is on {device}, and they are computed on a CPU alone"
     missing = why_missing()
     if missing is not None:
         return missing
-    if verified.dtype not in DTYPES:
-        return f"the model is {verified.dtype}; choose bfloat16 or float32"
-    if verified.adapted is None:
-        return "the model has no view"
+    if dtype not in DTYPES:
+        return f"the model is {dtype}; choose bfloat16 or float32"
     return None
+
+
+def part_bytes(rank: int, shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Return the memory that an adapter takes for one linear layer.
+
+    Args:
+        rank: of A and B.
+        shape: the layer's inputs and outputs.
+        dtype: the type in which A and B are held.
+    """
+    return sum(_Memory.taken(rank * size, dtype) for size in shape)
 
 
 def read_adapter(
@@ -194,9 +216,8 @@ def read_adapter(
     for path in adapted:
         _check_tensors(path, config.rank_of(path), modules.shapes[path], tensors)
     nbytes = sum(
-        _Memory.taken(tensors[f"{_PREFIX}{path}.{last}"].numel(), _held_type(path, tensors))
+        part_bytes(config.rank_of(path), modules.shapes[path], _held_type(path, tensors))
         for path in adapted
-        for last in (_A, _B)
     )
     if nbytes > max_bytes:
         raise no_room(nbytes, max_bytes)

@@ -80,6 +80,12 @@ def test_how_many_run_at_a_time(bench: Bench, server: ScriptedServer, tmp_path: 
     assert numbers == [1, 1, 1, 2, 2, 2, 3, 3, 3]  # three sessions have three each
 
 
+def test_all_requests_have_the_adapter(bench: Bench, server: ScriptedServer) -> None:
+    told = bench("-n", "3", "--adapter", "team")
+    assert told["requests"]["done"] == 3
+    assert [spec.adapter for spec in server.specs] == ["team"] * 4  # one warms it up
+
+
 def test_sessions_on_connections_of_their_own(bench: Bench) -> None:
     told = bench("-n", "8", "--sessions", "4", "--connections", "2", "--arrivals", "constant")
     assert told["requests"]["done"] == 8

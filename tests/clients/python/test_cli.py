@@ -148,6 +148,19 @@ def test_what_the_server_cancelled_is_not_whole(server: ScriptedServer, tmp_path
         assert "the output is not whole" in process.stderr.read()
 
 
+def test_the_adapter_of_each_command(run: Run, server: ScriptedServer, tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        {"prompt": "a line"},
+        {"prompt": "its own", "adapter": "other"},
+    )
+    assert run("generate", "a b", "--adapter", "team").exit_code == 0
+    assert run("chat", "--adapter", "team", stdin="hello\n").exit_code == 0
+    assert run("batch", source, tmp_path / "out.jsonl", "--adapter", "team").exit_code == 0
+    assert [spec.adapter for spec in server.specs[:2]] == ["team", "team"]
+    assert sorted(spec.adapter for spec in server.specs[2:]) == ["other", "team"]
+
+
 # ---- chat ----
 
 

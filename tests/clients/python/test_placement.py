@@ -332,6 +332,26 @@ def test_the_budget_ends_retries_at_once() -> None:
     assert attempts.failed(servers[0], busy) == pytest.approx(0.2)
 
 
+def test_a_server_without_the_adapter_is_asked_once() -> None:
+    state, (one, other, third), clock = fleet_of(3)
+    attempts = Attempts(state, None, retries=0, sticks=True)
+    lacks, busy = refusal(5, "ADAPTER_NOT_LOADED"), refusal(8, "QUEUE_FULL", 0.7)
+    assert isinstance(lacks, headrace.NotFoundError)
+    assert isinstance(busy, headrace.ResourceExhaustedError)
+    assert attempts.next() is one
+    assert attempts.failed(one, lacks) == 0.0
+    assert attempts.next() is other
+    assert attempts.failed(other, lacks) == 0.0
+    state.full(third, 0.7)
+    assert attempts.next() == pytest.approx(0.7)  # neither of those without it
+    clock.now += 0.7
+    assert attempts.next() is third
+    with pytest.raises(headrace.NotFoundError, match="ADAPTER_NOT_LOADED"):
+        attempts.failed(third, lacks)
+    assert state.budget.failed()  # it has paid for nothing
+    assert Attempts(state, None, retries=0).next() is one  # others' requests may go there
+
+
 def test_a_call_that_may_have_arrived_asks_the_same_server_first() -> None:
     state, (one, other), _ = fleet_of(2)
     attempts = Attempts(state, None, retries=3, sticks=True)

@@ -120,6 +120,19 @@ class Driver(Naming[headrace.AsyncClient]):
         statuses = await self.clients[command["client"]].cancel(command["request_ids"])
         return {"statuses": {name: str(status) for name, status in statuses.items()}}
 
+    async def load_adapter(self, command: dict[str, Any]) -> dict[str, Any]:
+        control = self.clients[command["client"]].control
+        answer = await control.load_adapter(**telling.load_options(command))
+        return telling.tell_loaded(answer)
+
+    async def unload_adapter(self, command: dict[str, Any]) -> dict[str, Any]:
+        control = self.clients[command["client"]].control
+        return {"live": await control.unload_adapter(command["name"], seconds(command))}
+
+    async def adapters(self, command: dict[str, Any]) -> dict[str, Any]:
+        found = await self.clients[command["client"]].adapters()
+        return {"adapters": [telling.tell_adapter(one) for one in found]}
+
 
 async def serve(make: Callable[[Tell], Driver] = Driver) -> None:
     """Takes commands from stdin until it ends; `make`: another driver than the true one."""

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import headrace
+from headrace.v1 import control_service_pb2, model_service_pb2
 from opentelemetry import context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 _PLAIN = (
     "max_tokens", "n", "logprobs", "priority", "max_reasoning_tokens", "stop", "json_schema",
-    "structural_tag", "tool_choice", "prediction",
+    "structural_tag", "tool_choice", "prediction", "adapter",
 )  # fmt: skip
 
 
@@ -153,6 +154,7 @@ def tell_result(result: headrace.Result) -> dict[str, Any]:
     return {
         "request_id": result.request_id,
         "seed": None if result.seed is None else str(result.seed),
+        "adapter_digest": result.accepted.adapter_digest if result.accepted else None,
         "usage": tell_usage(result.usage),
         "choices": [
             {
@@ -172,6 +174,37 @@ def tell_result(result: headrace.Result) -> dict[str, Any]:
             }
             for one in result.choices
         ],
+    }
+
+
+def tell_adapter(adapter: model_service_pb2.Adapter) -> dict[str, Any]:
+    """ADAPTER."""
+    state = model_service_pb2.AdapterState.Name(adapter.state)
+    return {
+        "name": adapter.name,
+        "digest": adapter.digest,
+        "rank": adapter.rank,
+        "bytes": adapter.size_bytes,
+        "modules": adapter.modules,
+        "state": state.removeprefix("ADAPTER_STATE_").lower(),
+        "pinned": adapter.pinned,
+        "live": adapter.live_requests,
+        "base_model": adapter.base_model,
+    }
+
+
+def tell_loaded(answer: control_service_pb2.LoadAdapterResponse) -> dict[str, Any]:
+    """What LoadAdapter has answered."""
+    return {"adapter": tell_adapter(answer.adapter), "evicted": list(answer.evicted)}
+
+
+def load_options(command: dict[str, Any]) -> dict[str, Any]:
+    """The members of `load_adapter`."""
+    return {
+        "name": command["name"],
+        "source": command["source"],
+        "pinned": bool(command.get("pinned")),
+        "replace": bool(command.get("replace")),
     }
 
 

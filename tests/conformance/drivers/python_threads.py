@@ -19,7 +19,7 @@ from tests.conformance.drivers.python_naming import Naming, Tell, begin, seconds
 
 WAITING = {
     "generate", "read", "result", "leave", "close_session", "close_client", "batch",
-    "add_request", "get_result", "cancel_ids",
+    "add_request", "get_result", "cancel_ids", "load_adapter", "unload_adapter", "adapters",
 }  # fmt: skip
 
 
@@ -106,6 +106,19 @@ class Driver(Naming[headrace.Client]):
     def cancel_ids(self, command: dict[str, Any]) -> dict[str, Any]:
         statuses = self.clients[command["client"]].cancel(command["request_ids"])
         return {"statuses": {name: str(status) for name, status in statuses.items()}}
+
+    def load_adapter(self, command: dict[str, Any]) -> dict[str, Any]:
+        control = self.clients[command["client"]].control
+        answer = control.load_adapter(**telling.load_options(command))
+        return telling.tell_loaded(answer)
+
+    def unload_adapter(self, command: dict[str, Any]) -> dict[str, Any]:
+        control = self.clients[command["client"]].control
+        return {"live": control.unload_adapter(command["name"], seconds(command))}
+
+    def adapters(self, command: dict[str, Any]) -> dict[str, Any]:
+        found = self.clients[command["client"]].adapters()
+        return {"adapters": [telling.tell_adapter(one) for one in found]}
 
 
 def serve(make: Callable[[Tell], Driver] = Driver) -> None:

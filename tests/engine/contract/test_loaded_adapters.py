@@ -39,7 +39,8 @@ def test_the_least_recently_used_goes_first() -> None:
     assert adapters.put(made("d"), BOUNDS)[1] == ("b",)
     assert sorted(states(adapters)) == ["a", "c", "d"]
     assert adapters.figures() == {
-        "adapters": 3, "adapter_bytes": 900, "adapter_loads": 4, "adapter_evictions": 1,
+        "adapters": 3, "max_adapters": 0, "adapter_bytes": 900, "max_adapter_bytes": 0,
+        "adapter_loads": 4, "adapter_evictions": 1,
     }  # fmt: skip
 
 

@@ -152,9 +152,9 @@ class _Launched:
         self.steps: list[list[tuple[int, int]]] = []
         right = SmallCache.step
 
-        def noted(small: SmallCache, parts: Sequence[Span]) -> SmallStep:
+        def noted(small: SmallCache, parts: Sequence[Span], *more: Any) -> SmallStep:
             self.steps.append([(part.start, part.end - part.start) for part in parts])
-            return right(small, parts)
+            return right(small, parts, *more)
 
         monkeypatch.setattr(SmallCache, "step", noted)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any, cast
 
 import pytest
@@ -94,6 +95,20 @@ async def test_one_at_a_time_beside_everything_else() -> None:
     assert rig.loader.most == 1
     assert threading.current_thread() not in rig.loader.threads
     assert {one.state for one in rig.loads.told()} == {"loaded"}
+
+
+async def test_a_load_tells_its_own_time() -> None:
+    """The time in which it waited for another is not its own."""
+    rig = Rig(open=False)
+    began = time.monotonic()
+    first, second = rig.load("a"), rig.load("b")
+    await rig.begun(2)
+    rig.loader.may_read.set()
+    async with asyncio.timeout(DEADLINE_S):
+        found = [await first, await second]
+    took = time.monotonic() - began
+    assert all(one.took_s > 0 for one in found)
+    assert sum(one.took_s for one in found) <= took
 
 
 async def test_a_storm_of_loads_is_bounded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -14,6 +15,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from engine.contract.config import LoadConfig
 from engine.contract.errors import ConfigError, HeadraceError, InsufficientMemoryError
 from service.command import flags
 from service.command.cli import app
@@ -90,6 +92,43 @@ def test_a_table_for_a_person(tmp_path: Path) -> None:
     )
 
 
+def test_adapters_are_planned(tmp_path: Path) -> None:
+    """What is printed are the server's own options, with which that many fit."""
+    model = _demo(tmp_path / "model")
+    asked = ("--model", str(model), "--memory", "4GiB", "--bandwidth", "40", "--matrix-rate", "0.4")
+    found = _run_here(*asked, "--adapters", "300", "--adapter-rank", "80")
+    assert found.exit_code == 0, found.stderr
+    plan, base = (
+        json.loads(_run_here("--json", *asked, *more).stdout)
+        for more in (("--adapters", "300", "--adapter-rank", "80"), ())
+    )
+    each = plan["adapters"]["bytes_each"]
+    assert re.search(
+        r"^adapters +[\d.]+ [MG]iB  300 of rank 80, [\d.]+ MiB each$", found.stdout, re.M
+    )
+    assert plan["memory_bytes"]["adapters"] == 300 * each > 0
+    assert (base["adapters"], base["memory_bytes"]["adapters"]) == (None, 0)
+    for one, without in zip(plan["times"]["decode"], base["times"]["decode"], strict=True):
+        assert one["seconds"] > without["seconds"]
+    assert plan["times"]["prefill_s"] > base["times"]["prefill_s"]
+    words = shlex.split(plan["command"])
+    options = dict(itertools.pairwise(words))
+    config = LoadConfig(
+        max_adapters=int(options["--max-adapters"]),
+        max_adapter_rank=int(options["--max-adapter-rank"]),
+        max_adapter_bytes=int(options["--max-adapter-bytes"]),
+    )
+    assert (config.max_adapters, config.max_adapter_rank) == (300, 80)
+    assert config.max_adapter_bytes == 300 * each
+    assert "--max-adapter" not in base["command"]
+    told = " ".join(plan["assumptions"])
+    assert f"changes all {plan['adapters']['layers']} linear layers" in told
+    assert "every request has an adapter" in told
+    refused = _run_here(*asked, "--adapters", "1", "--device", "cuda")
+    assert refused.exit_code == 2
+    assert "--adapters: cannot be served here: the model is on cuda" in refused.stderr
+
+
 def test_states_of_recurrent_layers_are_told_apart_from_blocks(tmp_path: Path) -> None:
     RECIPES["lfm2"].config(eos_token_id=None).save_pretrained(tmp_path)
     asked = ("--model", str(tmp_path), "--memory", "4GiB", "--no-measure", "--kept-states", "8")
@@ -111,6 +150,10 @@ def test_states_of_recurrent_layers_are_told_apart_from_blocks(tmp_path: Path) -
         (("--memory", "much"), "--memory: is 'much'; it must be a size such as 16GiB"),
         (("--bandwidth", "40"), "--bandwidth: and --matrix-rate belong together"),
         (("--block-size", "0"), "--block-size: is 0; it must be"),
+        (
+            ("--adapter-rank", "8"),
+            "--adapter-rank: is that of adapters, and there are none; give --adapters, too",
+        ),
         (
             ("--quantization", "int3"),
             "--quantization: is 'int3'; it must be one of none, int8, int4, int4-64",

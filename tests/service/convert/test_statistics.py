@@ -9,6 +9,7 @@ from headrace.v1 import control_service_pb2 as pb
 
 from engine.contract.stats import (
     STATISTICS,
+    AdapterStats,
     CallerStats,
     EngineStats,
     Statistic,
@@ -32,6 +33,7 @@ def test_the_contract_has_the_kind_of_every_statistic() -> None:
     for message, declared in (
         (pb.EngineStatistics, statistics_of(EngineStats)),
         (pb.CallerStatistics, statistics_of(CallerStats)),
+        (pb.AdapterStatistics, statistics_of(AdapterStats)),
     ):
         told = comments(message.DESCRIPTOR.name)
         assert told.keys() == set(message.DESCRIPTOR.fields_by_name)
@@ -64,12 +66,16 @@ def test_the_engine_has_every_statistic_of_the_contract() -> None:
     assert {one.name for one in pb.CallerStatistics.DESCRIPTOR.fields} == {
         one.name for one in fields(CallerStats)
     }
+    assert {one.name for one in pb.AdapterStatistics.DESCRIPTOR.fields} == {
+        one.name for one in fields(AdapterStats)
+    }
 
 
 def test_names_units_and_texts_have_one_form() -> None:
     every: list[Statistic] = [
         *STATISTICS.values(),
         *statistics_of(CallerStats).values(),
+        *statistics_of(AdapterStats).values(),
         *statistics_of(Figures).values(),
     ]
     assert len({one.name for one in every}) == len(every)

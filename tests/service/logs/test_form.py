@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from engine.logs.records import MAX_MESSAGE, MAX_TRACEBACK
-from service.logs.context import current_request, current_trace
+from service.logs.context import current_adapter, current_request, current_trace
 from service.logs.form import Console, Json
 from service.logs.limits import BURST, LogLimits
 
@@ -82,9 +82,27 @@ def test_records_tell_what_they_belong_to() -> None:
         "s" * 16,
     )
     assert line.endswith(f"WARNING service.x: x [request=r\\n1 trace={'t' * 32}]")
+    assert "adapter" not in found
+
+    def tell_with_adapter() -> None:
+        current_adapter.set("a/1")
+        nonlocal found, line
+        found, line = tell()
+
+    copy_context().run(tell_with_adapter)
+    assert found["adapter"] == "a/1"
+    assert line.endswith(f"x [request=r\\n1 adapter=a/1 trace={'t' * 32}]")
     made = record("x")
     made.request_id = "own"
-    assert json.loads(Json().record(made, 0))["request_id"] == "own"
+
+    def tell_own() -> dict[str, str]:
+        current_adapter.set("of another")
+        return json.loads(Json().record(made, 0))
+
+    assert copy_context().run(tell_own)["request_id"] == "own"
+    assert "adapter" not in copy_context().run(tell_own)
+    made.adapter = "mine"
+    assert copy_context().run(tell_own)["adapter"] == "mine"
     assert "trace_id" not in json.loads(Json().record(record("x"), 0))
 
 

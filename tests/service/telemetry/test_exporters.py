@@ -13,15 +13,16 @@ from typing import Any
 
 import grpc
 import pytest
+from headrace.v1 import control_service_pb2 as control
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
 from engine.contract.errors import ConfigError, QueueFullError
-from engine.contract.stats import EngineStats
+from engine.contract.stats import AdapterStats, EngineStats
 from service.telemetry import page
 from service.telemetry.page import PLACES
 from service.telemetry.telemetry_config import TelemetryConfig
-from tests.service.fake_engine import FakeEngine, says
+from tests.service.fake_engine import FakeEngine, model_info, says
 from tests.service.helpers import DEADLINE_S, refused, serving, spec, until
 from tests.service.receivers import (
     PAGE,
@@ -85,6 +86,49 @@ async def test_prometheus_scrapes_what_happened() -> None:
     assert value(picker, "vllm:num_requests_running", **model) == 3
     assert value(picker, "vllm:kv_cache_usage_perc", **model) == 0.25
     assert value(picker, "vllm:cache_config_info", block_size="16", num_gpu_blocks="40") == 1
+
+
+async def test_pages_tell_of_adapters() -> None:
+    """They are told as they are loaded, unloaded and used."""
+
+    class Engine(FakeEngine):
+        async def stats(self) -> EngineStats:
+            told = self.adapters.figures() | {"max_adapters": 70}
+            rows = (AdapterStats("b", 1, 0, 20, 30), AdapterStats("gone", 0, 2, 4, 5))
+            return EngineStats(**told, by_adapter=rows, other_adapters=AdapterStats("", 0, 0, 1, 2))
+
+    async with serving(
+        Engine(info=model_info(serves_adapters=True), script=says("abc")), telemetry=PAGE
+    ) as h:
+
+        async def load(name: str) -> None:
+            await h.control.LoadAdapter(control.LoadAdapterRequest(name=name, source=name))
+
+        before = time.time()
+        for name in ("b", "a"):
+            await load(name)
+        text = await scraped(h.server)
+        while not samples(text).get(("headrace_adapters", frozenset())):
+            text = await scraped(h.server)  # the engine is asked once a second
+        picker = await scraped(h.server, "/picker")
+        await h.control.UnloadAdapter(control.UnloadAdapterRequest(name="b"))
+        later = await scraped(h.server, "/picker")
+    for name, of_b, of_others in (("running", 1, 0), ("tokens_prompt_total", 20, 1)):
+        assert value(text, f"headrace_adapters_{name}", headrace_adapter="b") == of_b
+        assert value(text, f"headrace_adapters_{name}", headrace_adapters="other") == of_others
+    assert value(text, "headrace_adapters_load_duration_seconds_count") == 2
+    info = "vllm:lora_requests_info"
+    labels = {"max_lora": "70", "waiting_lora_adapters": "gone"}
+    assert before <= value(picker, info, running_lora_adapters="a,b", **labels) <= time.time()
+    assert value(later, info, running_lora_adapters="a", **labels) >= before
+
+
+async def test_a_server_without_adapters_tells_a_picker_of_none() -> None:
+    async with serving(Busy(script=says("abc")), telemetry=PAGE) as h:
+        picker = await scraped(h.server, "/picker")
+        while "vllm:cache_config_info" not in picker:
+            picker = await scraped(h.server, "/picker")
+    assert "lora" not in picker
 
 
 async def test_conversations_are_told_apart() -> None:

@@ -79,7 +79,7 @@ class Book:
 
 def test_steps_and_requests_are_recorded_once() -> None:
     book = Book()
-    book.metrics.loaded("m")
+    book.metrics.loaded("m", tuple)
     timings = Timings(10.0, 10.5, 11.0, 13.0, 13.5, 0)
     one = RequestId("one")
     finish = Finish(FinishReason.STOP, Usage(5, 3, 5), timings)

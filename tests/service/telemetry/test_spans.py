@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from headrace.v1 import control_service_pb2 as control
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from engine.contract.errors import QueueFullError
 from engine.contract.outputs import RequestFailure
+from service.logs.form import Json
 from service.telemetry.telemetry_config import TelemetryConfig
-from tests.service.fake_engine import FakeEngine, says
+from tests.service.fake_engine import FakeEngine, model_info, says
 from tests.service.helpers import Harness, refused, serving, spec, until
 from tests.service.receivers import RECEIVERS, Received, attributes_of, by_grpc, by_http
 
@@ -119,6 +122,62 @@ async def test_a_conversation_is_a_chat(monkeypatch: pytest.MonkeyPatch) -> None
         [request] = of_kind(received, INTERNAL)
     assert request.name == "chat mine"
     assert attributes_of(request)["gen_ai.operation.name"] == "chat"
+
+
+async def test_a_span_and_a_log_line_name_the_adapter(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However the request names it; a request without one has none, and neither has one that was
+    refused because there is no such adapter.
+    """
+    engine = FakeEngine(info=model_info(serves_adapters=True), auto=False)
+    with by_grpc() as received:
+        async with traced(monkeypatch, received, engine) as h:
+            await h.control.LoadAdapter(control.LoadAdapterRequest(name="team/a", source="s"))
+            session = h.session()
+            named = {"field": {"adapter": "team/a"}, "model": {"model": "team/a"}, "base": {}}
+            for name, more in named.items():
+                await session.add(spec(request_id=name, **more))
+            await session.read_until(lambda _: len(session.events()) == 3)
+            await refused(h.generate(spec(request_id="gone", adapter="gone")))
+            for one in engine.submitted:
+                engine.fail(one.request_id, RequestFailure("it broke", "id1"))
+            engine.step()
+            await session.end()
+            await until(lambda: len(of_kind(received, INTERNAL)) == 4)
+    told = [attributes_of(span) for span in of_kind(received, INTERNAL)]
+    found = {one["headrace.request.id"]: one.get("headrace.adapter") for one in told}
+    assert found == {"field": "team/a", "model": "team/a", "base": None, "gone": None}
+    lines = [json.loads(Json().record(one, 0)) for one in caplog.records]
+    assert {one["request_id"]: one.get("adapter") for one in lines if "id1" in one["message"]} == {
+        "field": "team/a", "model": "team/a", "base": None,
+    }  # fmt: skip
+
+
+async def test_the_log_names_the_adapter_while_a_request_is_started() -> None:
+    class Lines(logging.Handler):
+        """Formats records where they are made, as the server's own handler does."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(json.loads(Json().record(record, 0)))
+
+    lines: list[dict[str, str]] = []
+    engine, handler = FakeEngine(info=model_info(serves_adapters=True)), Lines()
+    async with serving(engine) as h:
+        await h.control.LoadAdapter(control.LoadAdapterRequest(name="a", source="s"))
+        logging.getLogger().addHandler(handler)
+        try:
+            for name in ("a", ""):
+                engine.refuse_next.append(RuntimeError("a defect"))
+                await refused(h.generate(spec(request_id=f"of-{name}", adapter=name)))
+        finally:
+            logging.getLogger().removeHandler(handler)
+    found = {
+        one.get("request_id"): one.get("adapter")
+        for one in lines
+        if one["message"].startswith("unexpected error")
+    }
+    assert found == {"of-a": "a", "of-": None}
 
 
 async def test_each_request_of_a_session_belongs_to_whoever_wanted_it(

@@ -11,7 +11,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from rich.console import Console
 
 from engine.contract.errors import QueueFullError
-from engine.contract.stats import CallerStats, EngineStats
+from engine.contract.stats import AdapterStats, CallerStats, EngineStats
 from engine.contract.types import CallerKey
 from service.telemetry.metrics import POLL_S
 from tests.service.fake_engine import FakeEngine, says
@@ -31,6 +31,9 @@ STATS = EngineStats(
     states_total=60, states_used=36, states_kept=18, state_copies=1024, state_evictions=1025,
     prefix_tokens_without_state=1026,
     adapters=3, adapter_bytes=5 << 20, adapter_loads=1027, adapter_evictions=1028,
+    max_adapters=70, max_adapter_bytes=9 << 20,
+    by_adapter=(AdapterStats("team-a", 45, 46, 1029, 1030),),
+    other_adapters=AdapterStats("", 47, 48, 1031, 1032),
     callers=(CallerStats(CallerKey("search"), 1.0, 41, 42, 1012),),
     other_callers=CallerStats(running=43, waiting=44, service=1013),
 )  # fmt: skip
@@ -55,8 +58,14 @@ SHOWN = {
     "headrace_states_copies_total": r"([\d.]+) were kept",
     "headrace_states_evictions_total": r"([\d.]+) gave way",
     "headrace_prefix_cache_without_state_total": r"([\d.]+) prompt tokens found no state",
-    "headrace_adapters": r"adapters\s+([\d.]+) loaded",
-    "headrace_adapters_memory_bytes": r"loaded \(([\d.]+) MiB\)",
+    "headrace_adapters": r"adapters\s+([\d.]+) of \d+ loaded",
+    "headrace_adapters_limit": r"adapters\s+\d+ of ([\d.]+) loaded",
+    "headrace_adapters_memory_bytes": r"loaded \(([\d.]+) of [\d.]+ MiB\)",
+    "headrace_adapters_memory_limit_bytes": r"loaded \([\d.]+ of ([\d.]+) MiB\)",
+    "headrace_adapters_running": r"{headrace_adapter}: ([\d.]+) running",
+    "headrace_adapters_waiting": r"{headrace_adapter}: \d+ running, ([\d.]+) waiting",
+    "headrace_adapters_tokens_prompt_total": r"{headrace_adapter}: .* ([\d.]+) tokens of prompts",
+    "headrace_adapters_tokens_generated_total": r"{headrace_adapter}: .* ([\d.]+) generated",
     "headrace_adapters_loads_total": r"([\d.]+) loads",
     "headrace_adapters_evictions_total": r"([\d.]+) gave way to others",
     "headrace_prefix_cache_hits_total": r"([\d.]+) of \d+ prompt tokens",
@@ -93,6 +102,7 @@ SHOWN = {
 SCALES = {
     "headrace_requests_bytes": 2**-20,
     "headrace_adapters_memory_bytes": 2**-20,
+    "headrace_adapters_memory_limit_bytes": 2**-20,
     "headrace_kv_cache_usage": 100,
 }
 _DIFFERENT = r"(_bucket|_count|_sum|_created|_info)$|^headrace_openai_restarts_total$"
@@ -142,6 +152,7 @@ async def test_top_and_the_page_show_the_same_numbers() -> None:
         told.add(name)
         has = {label: re.escape(value) for label, value in labels}
         has["headrace_caller"] = has.get("headrace_caller") or "all others"
+        has["headrace_adapter"] = has.get("headrace_adapter") or "all other adapters"
         shown = re.search(SHOWN[name].format(**has), said)
         if name == "headrace_server_phase":
             assert (shown is not None) == bool(number), (labels, said)

@@ -15,6 +15,7 @@ import (
 	"google.golang.org/genproto/googleapis/rpc/code"
 
 	"headrace.dev/go/headrace"
+	headracev1 "headrace.dev/go/headrace/v1"
 )
 
 // A command has the members of all commands.
@@ -52,6 +53,11 @@ type command struct {
 	Chunks     *int     `json:"chunks"`
 	TimeoutMS  *int64   `json:"timeout_ms"`
 	Cancel     bool     `json:"cancel"`
+
+	Name    string `json:"name"`
+	Source  string `json:"source"`
+	Pinned  bool   `json:"pinned"`
+	Replace bool   `json:"replace"`
 }
 
 // of is a command's id, or a handle's name.
@@ -85,6 +91,7 @@ type request struct {
 	StructuralTag      string           `json:"structural_tag"`
 	TimeLimitMS        int64            `json:"time_limit_ms"`
 	Prediction         string           `json:"prediction"`
+	Adapter            string           `json:"adapter"`
 }
 
 type message struct {
@@ -173,7 +180,7 @@ func (r *request) made() *headrace.Request {
 	made := &headrace.Request{
 		ID: r.ID, Text: r.Text, TokenIDs: r.TokenIDs, Tools: r.Tools, N: r.N, MaxTokens: r.MaxTokens,
 		Logprobs: r.Logprobs, Priority: r.Priority, MaxReasoningTokens: r.MaxReasoningTokens, Stop: r.Stop,
-		TimeLimit: milliseconds(r.TimeLimitMS), Prediction: r.Prediction,
+		TimeLimit: milliseconds(r.TimeLimitMS), Prediction: r.Prediction, Adapter: r.Adapter,
 	}
 	for _, one := range r.Messages {
 		message := headrace.Message{
@@ -258,6 +265,9 @@ func tellResult(result *headrace.Result) map[string]any {
 		return nil
 	}
 	told := map[string]any{"request_id": result.RequestID, "seed": nil, "usage": tellUsage(result.Usage)}
+	if result.Accepted != nil {
+		told["adapter_digest"] = result.Accepted.AdapterDigest
+	}
 	if result.Accepted != nil && result.Accepted.Sampling != nil && result.Accepted.Sampling.Seed != nil {
 		told["seed"] = strconv.FormatInt(*result.Accepted.Sampling.Seed, 10)
 	}
@@ -279,6 +289,15 @@ func tellResult(result *headrace.Result) map[string]any {
 	}
 	told["choices"] = choices
 	return told
+}
+
+func tellAdapter(adapter *headracev1.Adapter) map[string]any {
+	state := strings.ToLower(strings.TrimPrefix(adapter.GetState().String(), "ADAPTER_STATE_"))
+	return map[string]any{
+		"name": adapter.GetName(), "digest": adapter.GetDigest(), "rank": adapter.GetRank(), "bytes": adapter.GetSizeBytes(),
+		"modules": adapter.GetModules(), "state": state, "pinned": adapter.GetPinned(), "live": adapter.GetLiveRequests(),
+		"base_model": adapter.GetBaseModel(),
+	}
 }
 
 func tellError(err error) map[string]any {

@@ -14,6 +14,7 @@ import (
 	"iter"
 	"os"
 	"sync"
+	"time"
 
 	"headrace.dev/go/headrace"
 )
@@ -91,6 +92,7 @@ var errUnsupported = errors.New("the driver has no such command or member")
 var waits = map[string]bool{
 	"generate": true, "read": true, "result": true, "leave": true, "close_session": true, "close_client": true,
 	"batch": true, "add_request": true, "get_result": true, "cancel_ids": true,
+	"load_adapter": true, "unload_adapter": true, "adapters": true,
 }
 
 func (d *driver) take(line []byte) {
@@ -251,6 +253,31 @@ func (d *driver) ask(ctx context.Context, c *command) (map[string]any, error) {
 			told[id] = status.String()
 		}
 		return map[string]any{"statuses": told}, err
+	}
+	return operate(ctx, client, c)
+}
+
+// operate does what an operator asks for, and lists what that comes to.
+func operate(ctx context.Context, client *headrace.Client, c *command) (map[string]any, error) {
+	switch c.Op {
+	case "load_adapter":
+		options := &headrace.LoadOptions{Pinned: c.Pinned, Replace: c.Replace}
+		answer, err := client.Control().LoadAdapter(ctx, c.Name, c.Source, options)
+		return map[string]any{"adapter": tellAdapter(answer.GetAdapter()), "evicted": notNil(answer.GetEvicted())}, err
+	case "unload_adapter":
+		var grace *time.Duration
+		if c.TimeoutMS != nil {
+			grace = headrace.Ptr(milliseconds(*c.TimeoutMS))
+		}
+		live, err := client.Control().UnloadAdapter(ctx, c.Name, grace)
+		return map[string]any{"live": live}, err
+	case "adapters":
+		told := []any{}
+		found, err := client.Adapters(ctx)
+		for _, one := range found {
+			told = append(told, tellAdapter(one))
+		}
+		return map[string]any{"adapters": told}, err
 	}
 	return nil, errUnsupported
 }

@@ -25,6 +25,7 @@ func plant(d *driver) {
 		"swallows-an-error":     swallowsAnError,
 		"foreign-errors":        foreignErrors,
 		"answers-from-the-file": answersFromTheFile,
+		"forgets-the-adapter":   forgetsTheAdapter,
 		"leaks-a-stream":        leaksAStream,
 		"resumes-late":          resumesLate,
 	}
@@ -126,6 +127,16 @@ func answersFromTheFile(_ *driver, do act) act {
 			choice.(map[string]any)["text"] = known
 		}
 		return ok, err
+	}
+}
+
+// forgetsTheAdapter leaves it out of what is sent: the base model would answer.
+func forgetsTheAdapter(_ *driver, do act) act {
+	return func(ctx context.Context, c *command) (map[string]any, error) {
+		if c.Request != nil {
+			c.Request.Adapter = ""
+		}
+		return do(ctx, c)
 	}
 }
 

@@ -1005,6 +1005,10 @@ type EngineStatistics struct {
 	AcceptedDraftTokens uint64 `protobuf:"varint,27,opt,name=accepted_draft_tokens,json=acceptedDraftTokens,proto3" json:"accepted_draft_tokens,omitempty"`
 	// Counter: steps that had drafts.
 	StepsWithDrafts uint64 `protobuf:"varint,28,opt,name=steps_with_drafts,json=stepsWithDrafts,proto3" json:"steps_with_drafts,omitempty"`
+	// Adapters by name: the first 64 that requests named since the engine's start, whether or not they are still loaded.
+	ByAdapter []*AdapterStatistics `protobuf:"bytes,29,rep,name=by_adapter,json=byAdapter,proto3" json:"by_adapter,omitempty"`
+	// All other adapters together. Absent where there were none.
+	OtherAdapters *AdapterStatistics `protobuf:"bytes,30,opt,name=other_adapters,json=otherAdapters,proto3" json:"other_adapters,omitempty"`
 	// Statistics that have no field here and are not 0: by name, each with its value. The names are those of the metrics,
 	// such as headrace.choices; docs/operations.md says what each counts.
 	Others        map[string]float64 `protobuf:"bytes,100,rep,name=others,proto3" json:"others,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
@@ -1238,6 +1242,20 @@ func (x *EngineStatistics) GetStepsWithDrafts() uint64 {
 	return 0
 }
 
+func (x *EngineStatistics) GetByAdapter() []*AdapterStatistics {
+	if x != nil {
+		return x.ByAdapter
+	}
+	return nil
+}
+
+func (x *EngineStatistics) GetOtherAdapters() *AdapterStatistics {
+	if x != nil {
+		return x.OtherAdapters
+	}
+	return nil
+}
+
 func (x *EngineStatistics) GetOthers() map[string]float64 {
 	if x != nil {
 		return x.Others
@@ -1329,6 +1347,88 @@ func (x *CallerStatistics) GetService() uint64 {
 	return 0
 }
 
+// What requests with one adapter do in the engine, whatever content its name has meant.
+type AdapterStatistics struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The adapter's name. Empty: these are several adapters.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Its choices in the batch now.
+	Running uint64 `protobuf:"varint,2,opt,name=running,proto3" json:"running,omitempty"`
+	// How many of its requests wait in the queue now.
+	Waiting uint64 `protobuf:"varint,3,opt,name=waiting,proto3" json:"waiting,omitempty"`
+	// Counter: tokens that were computed for its prompts, including recomputation after preemptions.
+	PromptTokens uint64 `protobuf:"varint,4,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
+	// Counter: tokens that were generated with it.
+	GeneratedTokens uint64 `protobuf:"varint,5,opt,name=generated_tokens,json=generatedTokens,proto3" json:"generated_tokens,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *AdapterStatistics) Reset() {
+	*x = AdapterStatistics{}
+	mi := &file_headrace_v1_control_service_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdapterStatistics) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdapterStatistics) ProtoMessage() {}
+
+func (x *AdapterStatistics) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_control_service_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdapterStatistics.ProtoReflect.Descriptor instead.
+func (*AdapterStatistics) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *AdapterStatistics) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *AdapterStatistics) GetRunning() uint64 {
+	if x != nil {
+		return x.Running
+	}
+	return 0
+}
+
+func (x *AdapterStatistics) GetWaiting() uint64 {
+	if x != nil {
+		return x.Waiting
+	}
+	return 0
+}
+
+func (x *AdapterStatistics) GetPromptTokens() uint64 {
+	if x != nil {
+		return x.PromptTokens
+	}
+	return 0
+}
+
+func (x *AdapterStatistics) GetGeneratedTokens() uint64 {
+	if x != nil {
+		return x.GeneratedTokens
+	}
+	return 0
+}
+
 // How fast the engine's counters grew, on average over a window of time.
 type EngineRates struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1352,7 +1452,7 @@ type EngineRates struct {
 
 func (x *EngineRates) Reset() {
 	*x = EngineRates{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[12]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1364,7 +1464,7 @@ func (x *EngineRates) String() string {
 func (*EngineRates) ProtoMessage() {}
 
 func (x *EngineRates) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[12]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1377,7 +1477,7 @@ func (x *EngineRates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineRates.ProtoReflect.Descriptor instead.
 func (*EngineRates) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{12}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *EngineRates) GetWindow() *durationpb.Duration {
@@ -1447,7 +1547,7 @@ type ListRequestsRequest struct {
 
 func (x *ListRequestsRequest) Reset() {
 	*x = ListRequestsRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[13]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1459,7 +1559,7 @@ func (x *ListRequestsRequest) String() string {
 func (*ListRequestsRequest) ProtoMessage() {}
 
 func (x *ListRequestsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[13]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1472,7 +1572,7 @@ func (x *ListRequestsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestsRequest.ProtoReflect.Descriptor instead.
 func (*ListRequestsRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{13}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ListRequestsRequest) GetIdentity() string {
@@ -1518,7 +1618,7 @@ type ListRequestsResponse struct {
 
 func (x *ListRequestsResponse) Reset() {
 	*x = ListRequestsResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[14]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1530,7 +1630,7 @@ func (x *ListRequestsResponse) String() string {
 func (*ListRequestsResponse) ProtoMessage() {}
 
 func (x *ListRequestsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[14]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1543,7 +1643,7 @@ func (x *ListRequestsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestsResponse.ProtoReflect.Descriptor instead.
 func (*ListRequestsResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{14}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ListRequestsResponse) GetRequests() []*LiveRequest {
@@ -1600,7 +1700,7 @@ type LiveRequest struct {
 
 func (x *LiveRequest) Reset() {
 	*x = LiveRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[15]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1612,7 +1712,7 @@ func (x *LiveRequest) String() string {
 func (*LiveRequest) ProtoMessage() {}
 
 func (x *LiveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[15]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1625,7 +1725,7 @@ func (x *LiveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LiveRequest.ProtoReflect.Descriptor instead.
 func (*LiveRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{15}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *LiveRequest) GetIdentity() string {
@@ -1725,7 +1825,7 @@ type RequestName struct {
 
 func (x *RequestName) Reset() {
 	*x = RequestName{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[16]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1737,7 +1837,7 @@ func (x *RequestName) String() string {
 func (*RequestName) ProtoMessage() {}
 
 func (x *RequestName) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[16]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1750,7 +1850,7 @@ func (x *RequestName) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RequestName.ProtoReflect.Descriptor instead.
 func (*RequestName) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{16}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RequestName) GetIdentity() string {
@@ -1781,7 +1881,7 @@ type CancelRequestsRequest struct {
 
 func (x *CancelRequestsRequest) Reset() {
 	*x = CancelRequestsRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[17]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1793,7 +1893,7 @@ func (x *CancelRequestsRequest) String() string {
 func (*CancelRequestsRequest) ProtoMessage() {}
 
 func (x *CancelRequestsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[17]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1806,7 +1906,7 @@ func (x *CancelRequestsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRequestsRequest.ProtoReflect.Descriptor instead.
 func (*CancelRequestsRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{17}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *CancelRequestsRequest) GetRequests() []*RequestName {
@@ -1834,7 +1934,7 @@ type CancelRequestsResponse struct {
 
 func (x *CancelRequestsResponse) Reset() {
 	*x = CancelRequestsResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[18]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1846,7 +1946,7 @@ func (x *CancelRequestsResponse) String() string {
 func (*CancelRequestsResponse) ProtoMessage() {}
 
 func (x *CancelRequestsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[18]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1859,7 +1959,7 @@ func (x *CancelRequestsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRequestsResponse.ProtoReflect.Descriptor instead.
 func (*CancelRequestsResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{18}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *CancelRequestsResponse) GetResults() []*RequestCancellation {
@@ -1884,7 +1984,7 @@ type RequestCancellation struct {
 
 func (x *RequestCancellation) Reset() {
 	*x = RequestCancellation{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[19]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1896,7 +1996,7 @@ func (x *RequestCancellation) String() string {
 func (*RequestCancellation) ProtoMessage() {}
 
 func (x *RequestCancellation) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[19]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1909,7 +2009,7 @@ func (x *RequestCancellation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RequestCancellation.ProtoReflect.Descriptor instead.
 func (*RequestCancellation) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{19}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *RequestCancellation) GetIdentity() string {
@@ -1947,7 +2047,7 @@ type PauseRequest struct {
 
 func (x *PauseRequest) Reset() {
 	*x = PauseRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[20]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1959,7 +2059,7 @@ func (x *PauseRequest) String() string {
 func (*PauseRequest) ProtoMessage() {}
 
 func (x *PauseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[20]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1972,7 +2072,7 @@ func (x *PauseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRequest.ProtoReflect.Descriptor instead.
 func (*PauseRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{20}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *PauseRequest) GetReason() string {
@@ -2002,7 +2102,7 @@ type PauseResponse struct {
 
 func (x *PauseResponse) Reset() {
 	*x = PauseResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[21]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2014,7 +2114,7 @@ func (x *PauseResponse) String() string {
 func (*PauseResponse) ProtoMessage() {}
 
 func (x *PauseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[21]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2027,7 +2127,7 @@ func (x *PauseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseResponse.ProtoReflect.Descriptor instead.
 func (*PauseResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{21}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *PauseResponse) GetPause() *PauseState {
@@ -2056,7 +2156,7 @@ type ResumeRequest struct {
 
 func (x *ResumeRequest) Reset() {
 	*x = ResumeRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[22]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2068,7 +2168,7 @@ func (x *ResumeRequest) String() string {
 func (*ResumeRequest) ProtoMessage() {}
 
 func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[22]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2081,7 +2181,7 @@ func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{22}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ResumeRequest) GetRequiredCapabilities() []string {
@@ -2102,7 +2202,7 @@ type ResumeResponse struct {
 
 func (x *ResumeResponse) Reset() {
 	*x = ResumeResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[23]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2114,7 +2214,7 @@ func (x *ResumeResponse) String() string {
 func (*ResumeResponse) ProtoMessage() {}
 
 func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[23]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2127,7 +2227,7 @@ func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeResponse.ProtoReflect.Descriptor instead.
 func (*ResumeResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{23}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ResumeResponse) GetWasPaused() bool {
@@ -2154,7 +2254,7 @@ type DrainRequest struct {
 
 func (x *DrainRequest) Reset() {
 	*x = DrainRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[24]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2166,7 +2266,7 @@ func (x *DrainRequest) String() string {
 func (*DrainRequest) ProtoMessage() {}
 
 func (x *DrainRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[24]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2179,7 +2279,7 @@ func (x *DrainRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainRequest.ProtoReflect.Descriptor instead.
 func (*DrainRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{24}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *DrainRequest) GetTimeout() *durationpb.Duration {
@@ -2218,7 +2318,7 @@ type DrainResponse struct {
 
 func (x *DrainResponse) Reset() {
 	*x = DrainResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[25]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2230,7 +2330,7 @@ func (x *DrainResponse) String() string {
 func (*DrainResponse) ProtoMessage() {}
 
 func (x *DrainResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[25]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2243,7 +2343,7 @@ func (x *DrainResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainResponse.ProtoReflect.Descriptor instead.
 func (*DrainResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{25}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *DrainResponse) GetDrain() *DrainState {
@@ -2279,7 +2379,7 @@ type ResetPrefixCacheRequest struct {
 
 func (x *ResetPrefixCacheRequest) Reset() {
 	*x = ResetPrefixCacheRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[26]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2291,7 +2391,7 @@ func (x *ResetPrefixCacheRequest) String() string {
 func (*ResetPrefixCacheRequest) ProtoMessage() {}
 
 func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[26]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2304,7 +2404,7 @@ func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheRequest.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{26}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ResetPrefixCacheRequest) GetRequiredCapabilities() []string {
@@ -2323,7 +2423,7 @@ type ResetPrefixCacheResponse struct {
 
 func (x *ResetPrefixCacheResponse) Reset() {
 	*x = ResetPrefixCacheResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[27]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2335,7 +2435,7 @@ func (x *ResetPrefixCacheResponse) String() string {
 func (*ResetPrefixCacheResponse) ProtoMessage() {}
 
 func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[27]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2348,7 +2448,7 @@ func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheResponse.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{27}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{28}
 }
 
 // The request of LoadAdapter.
@@ -2372,7 +2472,7 @@ type LoadAdapterRequest struct {
 
 func (x *LoadAdapterRequest) Reset() {
 	*x = LoadAdapterRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[28]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2384,7 +2484,7 @@ func (x *LoadAdapterRequest) String() string {
 func (*LoadAdapterRequest) ProtoMessage() {}
 
 func (x *LoadAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[28]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2397,7 +2497,7 @@ func (x *LoadAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadAdapterRequest.ProtoReflect.Descriptor instead.
 func (*LoadAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{28}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *LoadAdapterRequest) GetName() string {
@@ -2448,7 +2548,7 @@ type LoadAdapterResponse struct {
 
 func (x *LoadAdapterResponse) Reset() {
 	*x = LoadAdapterResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[29]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2460,7 +2560,7 @@ func (x *LoadAdapterResponse) String() string {
 func (*LoadAdapterResponse) ProtoMessage() {}
 
 func (x *LoadAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[29]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2473,7 +2573,7 @@ func (x *LoadAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadAdapterResponse.ProtoReflect.Descriptor instead.
 func (*LoadAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{29}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *LoadAdapterResponse) GetAdapter() *Adapter {
@@ -2506,7 +2606,7 @@ type UnloadAdapterRequest struct {
 
 func (x *UnloadAdapterRequest) Reset() {
 	*x = UnloadAdapterRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[30]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2518,7 +2618,7 @@ func (x *UnloadAdapterRequest) String() string {
 func (*UnloadAdapterRequest) ProtoMessage() {}
 
 func (x *UnloadAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[30]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2531,7 +2631,7 @@ func (x *UnloadAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadAdapterRequest.ProtoReflect.Descriptor instead.
 func (*UnloadAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{30}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *UnloadAdapterRequest) GetName() string {
@@ -2566,7 +2666,7 @@ type UnloadAdapterResponse struct {
 
 func (x *UnloadAdapterResponse) Reset() {
 	*x = UnloadAdapterResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[31]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2578,7 +2678,7 @@ func (x *UnloadAdapterResponse) String() string {
 func (*UnloadAdapterResponse) ProtoMessage() {}
 
 func (x *UnloadAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[31]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2591,7 +2691,7 @@ func (x *UnloadAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadAdapterResponse.ProtoReflect.Descriptor instead.
 func (*UnloadAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{31}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *UnloadAdapterResponse) GetLiveRequests() uint64 {
@@ -2615,7 +2715,7 @@ type SetLogLevelRequest struct {
 
 func (x *SetLogLevelRequest) Reset() {
 	*x = SetLogLevelRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[32]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2627,7 +2727,7 @@ func (x *SetLogLevelRequest) String() string {
 func (*SetLogLevelRequest) ProtoMessage() {}
 
 func (x *SetLogLevelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[32]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2640,7 +2740,7 @@ func (x *SetLogLevelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetLogLevelRequest.ProtoReflect.Descriptor instead.
 func (*SetLogLevelRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{32}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *SetLogLevelRequest) GetLevel() LogLevel {
@@ -2668,7 +2768,7 @@ type SetLogLevelResponse struct {
 
 func (x *SetLogLevelResponse) Reset() {
 	*x = SetLogLevelResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[33]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2680,7 +2780,7 @@ func (x *SetLogLevelResponse) String() string {
 func (*SetLogLevelResponse) ProtoMessage() {}
 
 func (x *SetLogLevelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[33]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2693,7 +2793,7 @@ func (x *SetLogLevelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetLogLevelResponse.ProtoReflect.Descriptor instead.
 func (*SetLogLevelResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{33}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *SetLogLevelResponse) GetPreviousLevel() LogLevel {
@@ -2769,7 +2869,8 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x1f\n" +
 	"\vstatus_code\x18\x03 \x01(\tR\n" +
 	"statusCode\x12\x14\n" +
-	"\x05count\x18\x04 \x01(\x04R\x05count\"\xca\t\n" +
+	"\x05count\x18\x04 \x01(\x04R\x05count\"\xd0\n" +
+	"\n" +
 	"\x10EngineStatistics\x12\x18\n" +
 	"\arunning\x18\x01 \x01(\x04R\arunning\x12\x18\n" +
 	"\awaiting\x18\x02 \x01(\x04R\awaiting\x12!\n" +
@@ -2801,7 +2902,10 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\x06drafts\x18\x19 \x01(\x04R\x06drafts\x12!\n" +
 	"\fdraft_tokens\x18\x1a \x01(\x04R\vdraftTokens\x122\n" +
 	"\x15accepted_draft_tokens\x18\x1b \x01(\x04R\x13acceptedDraftTokens\x12*\n" +
-	"\x11steps_with_drafts\x18\x1c \x01(\x04R\x0fstepsWithDrafts\x12A\n" +
+	"\x11steps_with_drafts\x18\x1c \x01(\x04R\x0fstepsWithDrafts\x12=\n" +
+	"\n" +
+	"by_adapter\x18\x1d \x03(\v2\x1e.headrace.v1.AdapterStatisticsR\tbyAdapter\x12E\n" +
+	"\x0eother_adapters\x18\x1e \x01(\v2\x1e.headrace.v1.AdapterStatisticsR\rotherAdapters\x12A\n" +
 	"\x06others\x18d \x03(\v2).headrace.v1.EngineStatistics.OthersEntryR\x06others\x1a9\n" +
 	"\vOthersEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
@@ -2811,7 +2915,13 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\x06weight\x18\x02 \x01(\x01R\x06weight\x12\x18\n" +
 	"\arunning\x18\x03 \x01(\x04R\arunning\x12\x18\n" +
 	"\awaiting\x18\x04 \x01(\x04R\awaiting\x12\x18\n" +
-	"\aservice\x18\x05 \x01(\x04R\aservice\"\xa2\x02\n" +
+	"\aservice\x18\x05 \x01(\x04R\aservice\"\xab\x01\n" +
+	"\x11AdapterStatistics\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
+	"\arunning\x18\x02 \x01(\x04R\arunning\x12\x18\n" +
+	"\awaiting\x18\x03 \x01(\x04R\awaiting\x12#\n" +
+	"\rprompt_tokens\x18\x04 \x01(\x04R\fpromptTokens\x12)\n" +
+	"\x10generated_tokens\x18\x05 \x01(\x04R\x0fgeneratedTokens\"\xa2\x02\n" +
 	"\vEngineRates\x121\n" +
 	"\x06window\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x06window\x12\x14\n" +
 	"\x05steps\x18\x02 \x01(\x01R\x05steps\x12#\n" +
@@ -2952,7 +3062,7 @@ func file_headrace_v1_control_service_proto_rawDescGZIP() []byte {
 }
 
 var file_headrace_v1_control_service_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_headrace_v1_control_service_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
+var file_headrace_v1_control_service_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
 var file_headrace_v1_control_service_proto_goTypes = []any{
 	(ServerPhase)(0),                 // 0: headrace.v1.ServerPhase
 	(LogLevel)(0),                    // 1: headrace.v1.LogLevel
@@ -2969,101 +3079,104 @@ var file_headrace_v1_control_service_proto_goTypes = []any{
 	(*RefusalStatistics)(nil),        // 12: headrace.v1.RefusalStatistics
 	(*EngineStatistics)(nil),         // 13: headrace.v1.EngineStatistics
 	(*CallerStatistics)(nil),         // 14: headrace.v1.CallerStatistics
-	(*EngineRates)(nil),              // 15: headrace.v1.EngineRates
-	(*ListRequestsRequest)(nil),      // 16: headrace.v1.ListRequestsRequest
-	(*ListRequestsResponse)(nil),     // 17: headrace.v1.ListRequestsResponse
-	(*LiveRequest)(nil),              // 18: headrace.v1.LiveRequest
-	(*RequestName)(nil),              // 19: headrace.v1.RequestName
-	(*CancelRequestsRequest)(nil),    // 20: headrace.v1.CancelRequestsRequest
-	(*CancelRequestsResponse)(nil),   // 21: headrace.v1.CancelRequestsResponse
-	(*RequestCancellation)(nil),      // 22: headrace.v1.RequestCancellation
-	(*PauseRequest)(nil),             // 23: headrace.v1.PauseRequest
-	(*PauseResponse)(nil),            // 24: headrace.v1.PauseResponse
-	(*ResumeRequest)(nil),            // 25: headrace.v1.ResumeRequest
-	(*ResumeResponse)(nil),           // 26: headrace.v1.ResumeResponse
-	(*DrainRequest)(nil),             // 27: headrace.v1.DrainRequest
-	(*DrainResponse)(nil),            // 28: headrace.v1.DrainResponse
-	(*ResetPrefixCacheRequest)(nil),  // 29: headrace.v1.ResetPrefixCacheRequest
-	(*ResetPrefixCacheResponse)(nil), // 30: headrace.v1.ResetPrefixCacheResponse
-	(*LoadAdapterRequest)(nil),       // 31: headrace.v1.LoadAdapterRequest
-	(*LoadAdapterResponse)(nil),      // 32: headrace.v1.LoadAdapterResponse
-	(*UnloadAdapterRequest)(nil),     // 33: headrace.v1.UnloadAdapterRequest
-	(*UnloadAdapterResponse)(nil),    // 34: headrace.v1.UnloadAdapterResponse
-	(*SetLogLevelRequest)(nil),       // 35: headrace.v1.SetLogLevelRequest
-	(*SetLogLevelResponse)(nil),      // 36: headrace.v1.SetLogLevelResponse
-	nil,                              // 37: headrace.v1.EngineStatistics.OthersEntry
-	(*durationpb.Duration)(nil),      // 38: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 39: google.protobuf.Timestamp
-	(*Label)(nil),                    // 40: headrace.v1.Label
-	(CancelStatus)(0),                // 41: headrace.v1.CancelStatus
-	(*Adapter)(nil),                  // 42: headrace.v1.Adapter
+	(*AdapterStatistics)(nil),        // 15: headrace.v1.AdapterStatistics
+	(*EngineRates)(nil),              // 16: headrace.v1.EngineRates
+	(*ListRequestsRequest)(nil),      // 17: headrace.v1.ListRequestsRequest
+	(*ListRequestsResponse)(nil),     // 18: headrace.v1.ListRequestsResponse
+	(*LiveRequest)(nil),              // 19: headrace.v1.LiveRequest
+	(*RequestName)(nil),              // 20: headrace.v1.RequestName
+	(*CancelRequestsRequest)(nil),    // 21: headrace.v1.CancelRequestsRequest
+	(*CancelRequestsResponse)(nil),   // 22: headrace.v1.CancelRequestsResponse
+	(*RequestCancellation)(nil),      // 23: headrace.v1.RequestCancellation
+	(*PauseRequest)(nil),             // 24: headrace.v1.PauseRequest
+	(*PauseResponse)(nil),            // 25: headrace.v1.PauseResponse
+	(*ResumeRequest)(nil),            // 26: headrace.v1.ResumeRequest
+	(*ResumeResponse)(nil),           // 27: headrace.v1.ResumeResponse
+	(*DrainRequest)(nil),             // 28: headrace.v1.DrainRequest
+	(*DrainResponse)(nil),            // 29: headrace.v1.DrainResponse
+	(*ResetPrefixCacheRequest)(nil),  // 30: headrace.v1.ResetPrefixCacheRequest
+	(*ResetPrefixCacheResponse)(nil), // 31: headrace.v1.ResetPrefixCacheResponse
+	(*LoadAdapterRequest)(nil),       // 32: headrace.v1.LoadAdapterRequest
+	(*LoadAdapterResponse)(nil),      // 33: headrace.v1.LoadAdapterResponse
+	(*UnloadAdapterRequest)(nil),     // 34: headrace.v1.UnloadAdapterRequest
+	(*UnloadAdapterResponse)(nil),    // 35: headrace.v1.UnloadAdapterResponse
+	(*SetLogLevelRequest)(nil),       // 36: headrace.v1.SetLogLevelRequest
+	(*SetLogLevelResponse)(nil),      // 37: headrace.v1.SetLogLevelResponse
+	nil,                              // 38: headrace.v1.EngineStatistics.OthersEntry
+	(*durationpb.Duration)(nil),      // 39: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 40: google.protobuf.Timestamp
+	(*Label)(nil),                    // 41: headrace.v1.Label
+	(CancelStatus)(0),                // 42: headrace.v1.CancelStatus
+	(*Adapter)(nil),                  // 43: headrace.v1.Adapter
 }
 var file_headrace_v1_control_service_proto_depIdxs = []int32{
 	7,  // 0: headrace.v1.GetStatisticsResponse.statistics:type_name -> headrace.v1.Statistics
-	38, // 1: headrace.v1.WatchStatisticsRequest.interval:type_name -> google.protobuf.Duration
+	39, // 1: headrace.v1.WatchStatisticsRequest.interval:type_name -> google.protobuf.Duration
 	7,  // 2: headrace.v1.WatchStatisticsResponse.statistics:type_name -> headrace.v1.Statistics
-	39, // 3: headrace.v1.Statistics.sample_time:type_name -> google.protobuf.Timestamp
-	38, // 4: headrace.v1.Statistics.uptime_duration:type_name -> google.protobuf.Duration
+	40, // 3: headrace.v1.Statistics.sample_time:type_name -> google.protobuf.Timestamp
+	39, // 4: headrace.v1.Statistics.uptime_duration:type_name -> google.protobuf.Duration
 	0,  // 5: headrace.v1.Statistics.phase:type_name -> headrace.v1.ServerPhase
 	9,  // 6: headrace.v1.Statistics.pause:type_name -> headrace.v1.PauseState
 	10, // 7: headrace.v1.Statistics.drain:type_name -> headrace.v1.DrainState
 	1,  // 8: headrace.v1.Statistics.log_level:type_name -> headrace.v1.LogLevel
 	11, // 9: headrace.v1.Statistics.front_end:type_name -> headrace.v1.FrontEndStatistics
 	13, // 10: headrace.v1.Statistics.engine:type_name -> headrace.v1.EngineStatistics
-	15, // 11: headrace.v1.Statistics.rates:type_name -> headrace.v1.EngineRates
+	16, // 11: headrace.v1.Statistics.rates:type_name -> headrace.v1.EngineRates
 	8,  // 12: headrace.v1.Statistics.startup_phases:type_name -> headrace.v1.StartupPhase
-	38, // 13: headrace.v1.StartupPhase.duration:type_name -> google.protobuf.Duration
-	39, // 14: headrace.v1.PauseState.start_time:type_name -> google.protobuf.Timestamp
-	39, // 15: headrace.v1.DrainState.start_time:type_name -> google.protobuf.Timestamp
-	38, // 16: headrace.v1.DrainState.timeout:type_name -> google.protobuf.Duration
+	39, // 13: headrace.v1.StartupPhase.duration:type_name -> google.protobuf.Duration
+	40, // 14: headrace.v1.PauseState.start_time:type_name -> google.protobuf.Timestamp
+	40, // 15: headrace.v1.DrainState.start_time:type_name -> google.protobuf.Timestamp
+	39, // 16: headrace.v1.DrainState.timeout:type_name -> google.protobuf.Duration
 	12, // 17: headrace.v1.FrontEndStatistics.refusals:type_name -> headrace.v1.RefusalStatistics
-	38, // 18: headrace.v1.EngineStatistics.last_step_duration:type_name -> google.protobuf.Duration
+	39, // 18: headrace.v1.EngineStatistics.last_step_duration:type_name -> google.protobuf.Duration
 	14, // 19: headrace.v1.EngineStatistics.callers:type_name -> headrace.v1.CallerStatistics
 	14, // 20: headrace.v1.EngineStatistics.other_callers:type_name -> headrace.v1.CallerStatistics
-	37, // 21: headrace.v1.EngineStatistics.others:type_name -> headrace.v1.EngineStatistics.OthersEntry
-	38, // 22: headrace.v1.EngineRates.window:type_name -> google.protobuf.Duration
-	18, // 23: headrace.v1.ListRequestsResponse.requests:type_name -> headrace.v1.LiveRequest
-	2,  // 24: headrace.v1.LiveRequest.state:type_name -> headrace.v1.RequestState
-	38, // 25: headrace.v1.LiveRequest.age_duration:type_name -> google.protobuf.Duration
-	38, // 26: headrace.v1.LiveRequest.time_limit:type_name -> google.protobuf.Duration
-	40, // 27: headrace.v1.LiveRequest.labels:type_name -> headrace.v1.Label
-	19, // 28: headrace.v1.CancelRequestsRequest.requests:type_name -> headrace.v1.RequestName
-	22, // 29: headrace.v1.CancelRequestsResponse.results:type_name -> headrace.v1.RequestCancellation
-	41, // 30: headrace.v1.RequestCancellation.status:type_name -> headrace.v1.CancelStatus
-	9,  // 31: headrace.v1.PauseResponse.pause:type_name -> headrace.v1.PauseState
-	38, // 32: headrace.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
-	10, // 33: headrace.v1.DrainResponse.drain:type_name -> headrace.v1.DrainState
-	42, // 34: headrace.v1.LoadAdapterResponse.adapter:type_name -> headrace.v1.Adapter
-	38, // 35: headrace.v1.UnloadAdapterRequest.timeout:type_name -> google.protobuf.Duration
-	1,  // 36: headrace.v1.SetLogLevelRequest.level:type_name -> headrace.v1.LogLevel
-	1,  // 37: headrace.v1.SetLogLevelResponse.previous_level:type_name -> headrace.v1.LogLevel
-	3,  // 38: headrace.v1.ControlService.GetStatistics:input_type -> headrace.v1.GetStatisticsRequest
-	5,  // 39: headrace.v1.ControlService.WatchStatistics:input_type -> headrace.v1.WatchStatisticsRequest
-	16, // 40: headrace.v1.ControlService.ListRequests:input_type -> headrace.v1.ListRequestsRequest
-	20, // 41: headrace.v1.ControlService.CancelRequests:input_type -> headrace.v1.CancelRequestsRequest
-	23, // 42: headrace.v1.ControlService.Pause:input_type -> headrace.v1.PauseRequest
-	25, // 43: headrace.v1.ControlService.Resume:input_type -> headrace.v1.ResumeRequest
-	27, // 44: headrace.v1.ControlService.Drain:input_type -> headrace.v1.DrainRequest
-	29, // 45: headrace.v1.ControlService.ResetPrefixCache:input_type -> headrace.v1.ResetPrefixCacheRequest
-	31, // 46: headrace.v1.ControlService.LoadAdapter:input_type -> headrace.v1.LoadAdapterRequest
-	33, // 47: headrace.v1.ControlService.UnloadAdapter:input_type -> headrace.v1.UnloadAdapterRequest
-	35, // 48: headrace.v1.ControlService.SetLogLevel:input_type -> headrace.v1.SetLogLevelRequest
-	4,  // 49: headrace.v1.ControlService.GetStatistics:output_type -> headrace.v1.GetStatisticsResponse
-	6,  // 50: headrace.v1.ControlService.WatchStatistics:output_type -> headrace.v1.WatchStatisticsResponse
-	17, // 51: headrace.v1.ControlService.ListRequests:output_type -> headrace.v1.ListRequestsResponse
-	21, // 52: headrace.v1.ControlService.CancelRequests:output_type -> headrace.v1.CancelRequestsResponse
-	24, // 53: headrace.v1.ControlService.Pause:output_type -> headrace.v1.PauseResponse
-	26, // 54: headrace.v1.ControlService.Resume:output_type -> headrace.v1.ResumeResponse
-	28, // 55: headrace.v1.ControlService.Drain:output_type -> headrace.v1.DrainResponse
-	30, // 56: headrace.v1.ControlService.ResetPrefixCache:output_type -> headrace.v1.ResetPrefixCacheResponse
-	32, // 57: headrace.v1.ControlService.LoadAdapter:output_type -> headrace.v1.LoadAdapterResponse
-	34, // 58: headrace.v1.ControlService.UnloadAdapter:output_type -> headrace.v1.UnloadAdapterResponse
-	36, // 59: headrace.v1.ControlService.SetLogLevel:output_type -> headrace.v1.SetLogLevelResponse
-	49, // [49:60] is the sub-list for method output_type
-	38, // [38:49] is the sub-list for method input_type
-	38, // [38:38] is the sub-list for extension type_name
-	38, // [38:38] is the sub-list for extension extendee
-	0,  // [0:38] is the sub-list for field type_name
+	15, // 21: headrace.v1.EngineStatistics.by_adapter:type_name -> headrace.v1.AdapterStatistics
+	15, // 22: headrace.v1.EngineStatistics.other_adapters:type_name -> headrace.v1.AdapterStatistics
+	38, // 23: headrace.v1.EngineStatistics.others:type_name -> headrace.v1.EngineStatistics.OthersEntry
+	39, // 24: headrace.v1.EngineRates.window:type_name -> google.protobuf.Duration
+	19, // 25: headrace.v1.ListRequestsResponse.requests:type_name -> headrace.v1.LiveRequest
+	2,  // 26: headrace.v1.LiveRequest.state:type_name -> headrace.v1.RequestState
+	39, // 27: headrace.v1.LiveRequest.age_duration:type_name -> google.protobuf.Duration
+	39, // 28: headrace.v1.LiveRequest.time_limit:type_name -> google.protobuf.Duration
+	41, // 29: headrace.v1.LiveRequest.labels:type_name -> headrace.v1.Label
+	20, // 30: headrace.v1.CancelRequestsRequest.requests:type_name -> headrace.v1.RequestName
+	23, // 31: headrace.v1.CancelRequestsResponse.results:type_name -> headrace.v1.RequestCancellation
+	42, // 32: headrace.v1.RequestCancellation.status:type_name -> headrace.v1.CancelStatus
+	9,  // 33: headrace.v1.PauseResponse.pause:type_name -> headrace.v1.PauseState
+	39, // 34: headrace.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
+	10, // 35: headrace.v1.DrainResponse.drain:type_name -> headrace.v1.DrainState
+	43, // 36: headrace.v1.LoadAdapterResponse.adapter:type_name -> headrace.v1.Adapter
+	39, // 37: headrace.v1.UnloadAdapterRequest.timeout:type_name -> google.protobuf.Duration
+	1,  // 38: headrace.v1.SetLogLevelRequest.level:type_name -> headrace.v1.LogLevel
+	1,  // 39: headrace.v1.SetLogLevelResponse.previous_level:type_name -> headrace.v1.LogLevel
+	3,  // 40: headrace.v1.ControlService.GetStatistics:input_type -> headrace.v1.GetStatisticsRequest
+	5,  // 41: headrace.v1.ControlService.WatchStatistics:input_type -> headrace.v1.WatchStatisticsRequest
+	17, // 42: headrace.v1.ControlService.ListRequests:input_type -> headrace.v1.ListRequestsRequest
+	21, // 43: headrace.v1.ControlService.CancelRequests:input_type -> headrace.v1.CancelRequestsRequest
+	24, // 44: headrace.v1.ControlService.Pause:input_type -> headrace.v1.PauseRequest
+	26, // 45: headrace.v1.ControlService.Resume:input_type -> headrace.v1.ResumeRequest
+	28, // 46: headrace.v1.ControlService.Drain:input_type -> headrace.v1.DrainRequest
+	30, // 47: headrace.v1.ControlService.ResetPrefixCache:input_type -> headrace.v1.ResetPrefixCacheRequest
+	32, // 48: headrace.v1.ControlService.LoadAdapter:input_type -> headrace.v1.LoadAdapterRequest
+	34, // 49: headrace.v1.ControlService.UnloadAdapter:input_type -> headrace.v1.UnloadAdapterRequest
+	36, // 50: headrace.v1.ControlService.SetLogLevel:input_type -> headrace.v1.SetLogLevelRequest
+	4,  // 51: headrace.v1.ControlService.GetStatistics:output_type -> headrace.v1.GetStatisticsResponse
+	6,  // 52: headrace.v1.ControlService.WatchStatistics:output_type -> headrace.v1.WatchStatisticsResponse
+	18, // 53: headrace.v1.ControlService.ListRequests:output_type -> headrace.v1.ListRequestsResponse
+	22, // 54: headrace.v1.ControlService.CancelRequests:output_type -> headrace.v1.CancelRequestsResponse
+	25, // 55: headrace.v1.ControlService.Pause:output_type -> headrace.v1.PauseResponse
+	27, // 56: headrace.v1.ControlService.Resume:output_type -> headrace.v1.ResumeResponse
+	29, // 57: headrace.v1.ControlService.Drain:output_type -> headrace.v1.DrainResponse
+	31, // 58: headrace.v1.ControlService.ResetPrefixCache:output_type -> headrace.v1.ResetPrefixCacheResponse
+	33, // 59: headrace.v1.ControlService.LoadAdapter:output_type -> headrace.v1.LoadAdapterResponse
+	35, // 60: headrace.v1.ControlService.UnloadAdapter:output_type -> headrace.v1.UnloadAdapterResponse
+	37, // 61: headrace.v1.ControlService.SetLogLevel:output_type -> headrace.v1.SetLogLevelResponse
+	51, // [51:62] is the sub-list for method output_type
+	40, // [40:51] is the sub-list for method input_type
+	40, // [40:40] is the sub-list for extension type_name
+	40, // [40:40] is the sub-list for extension extendee
+	0,  // [0:40] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_control_service_proto_init() }
@@ -3080,7 +3193,7 @@ func file_headrace_v1_control_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_headrace_v1_control_service_proto_rawDesc), len(file_headrace_v1_control_service_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   35,
+			NumMessages:   36,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -28,6 +28,7 @@ _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 2.0
 
 WRONG_INSTANCE = "WRONG_INSTANCE"
+_ADAPTER_NOT_LOADED = "ADAPTER_NOT_LOADED"
 
 
 class Attempts:
@@ -50,6 +51,7 @@ class Attempts:
         self._sticks = sticks
         self._same: Server | None = None
         self._tried: set[Server] = set()
+        self._lacking: set[Server] = set()
         self._pauses = 0
         self._even_full = False
         self._began = state.clock()
@@ -65,10 +67,12 @@ class Attempts:
         if self._same is not None:
             return self._same
         state = self._state
-        server = state.choose(self._keys, avoid=self._tried, even_full=self._even_full)
+        server = state.choose(
+            self._keys, avoid=self._tried, without=self._lacking, even_full=self._even_full
+        )
         if server is not None:
             return server
-        if (wait := state.room_in()) is not None:
+        if (wait := state.room_in(self._lacking)) is not None:
             self._even_full = True  # it has waited once; now it may ask
             return wait
         left = self._began + PATIENCE_SECONDS - state.clock()
@@ -82,6 +86,12 @@ class Attempts:
         Raises:
             HeadraceError: the given error, if there is no further attempt.
         """
+        if lacks_adapter(error):
+            self._same = None
+            self._lacking.add(server)
+            if self._state.room_in(self._lacking) is None:
+                raise error
+            return 0.0
         if not is_worth_a_retry(error) or not self._left:
             if isinstance(error, UnavailableError):
                 self._state.set_aside(server, error)
@@ -94,7 +104,7 @@ class Attempts:
         self._same = None
         note_failure(self._state, server, error)
         self._tried.add(server)
-        other = self._state.choose(self._keys, avoid=self._tried)
+        other = self._state.choose(self._keys, avoid=self._tried, without=self._lacking)
         if may and other is not None and other not in self._tried:
             return 0.0
         self._tried.clear()
@@ -201,6 +211,14 @@ def is_worth_a_retry(error: HeadraceError) -> bool:
     if isinstance(error, ResourceExhaustedError):
         return error.retry_after is not None
     return isinstance(error, (UnavailableError, CallCancelledError))
+
+
+def lacks_adapter(error: HeadraceError) -> bool:
+    """Whether the server does not have the request's adapter, which another server may have.
+
+    Each server is asked once, so this needs neither a pause nor the budget.
+    """
+    return error.reason == _ADAPTER_NOT_LOADED
 
 
 def note_failure(state: FleetState, server: Server, error: HeadraceError) -> None:

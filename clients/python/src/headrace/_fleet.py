@@ -270,19 +270,25 @@ class FleetState:
         server.full_until = max(server.full_until, self.clock() + seconds)
 
     def choose(
-        self, keys: PrefixKeys | None, *, avoid: Collection[Server] = (), even_full: bool = False
+        self,
+        keys: PrefixKeys | None,
+        *,
+        avoid: Collection[Server] = (),
+        without: Collection[Server] = (),
+        even_full: bool = False,
     ) -> Server | None:
         """Returns the server for a request, or None if no server is ready and has room.
 
         Args:
             keys: the keys of the request's prompt.
             avoid: servers to use only if there is no other.
+            without: servers not to use, because they lack what the request needs.
             even_full: whether to choose a full server if all servers are full.
         """
         now = self.clock()
         while self._alone and next(iter(self._alone.values()))[1] < now:
             self.ended_alone(next(iter(self._alone)))
-        ready = [one for one in self.servers.values() if one.state is MemberState.READY]
+        ready = self._ready(without)
         roomy = [one for one in ready if one.full_until <= now]
         chosen_from = [one for one in roomy if one not in avoid] or roomy
         if not chosen_from and even_full:
@@ -293,9 +299,16 @@ class FleetState:
         candidates = [Candidate(name, one.load(now), one.capacity) for name, one in by_name.items()]
         return by_name[self._placement.choose(keys, candidates)]
 
-    def room_in(self) -> float | None:
-        """The seconds until a ready server expects to have room; None if no server is ready."""
-        ready = [one for one in self.servers.values() if one.state is MemberState.READY]
+    def _ready(self, without: Collection[Server]) -> list[Server]:
+        every = self.servers.values()
+        return [one for one in every if one.state is MemberState.READY and one not in without]
+
+    def room_in(self, without: Collection[Server] = ()) -> float | None:
+        """The seconds until a ready server expects to have room; None if no server is ready.
+
+        Servers that are not to be used are `without`.
+        """
+        ready = self._ready(without)
         return max(min(one.full_until for one in ready) - self.clock(), 0.0) if ready else None
 
     def begun(self, server: Server) -> None:

@@ -34,6 +34,8 @@ class FleetRecord(Record):
         self.ask_until = 0.0
         self.asked: set[Server] = set()
         """If the owner is unknown, the servers that do not have it."""
+        self.lacking: set[Server] = set()
+        """The servers that do not have its adapter."""
         self.wants_server = False
         """Whether it is waiting for a server to become ready."""
         self.turn = 0

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Unpack
 
-from headrace._attempts import WRONG_INSTANCE, is_worth_a_retry, note_failure
+from headrace._attempts import WRONG_INSTANCE, is_worth_a_retry, lacks_adapter, note_failure
 from headrace._deadline import timed_out
 from headrace._fleet import LOAD_INTERVAL, PATIENCE_SECONDS, FleetState, Server
 from headrace._fleet_links import Links
@@ -267,10 +267,11 @@ class FleetCore:
         with self._guard:
             state = self._state
             avoided = () if avoid is None else (avoid,)
-            server = state.choose(record.keys, avoid=avoided)
-            room_in = state.room_in() if server is None else None
+            without = record.lacking
+            server = state.choose(record.keys, avoid=avoided, without=without)
+            room_in = state.room_in(without) if server is None else None
             if room_in is not None and time.monotonic() + room_in > record.give_up_at:
-                server = state.choose(record.keys, avoid=avoided, even_full=True)
+                server = state.choose(record.keys, avoid=avoided, without=without, even_full=True)
             if server is not None:
                 state.begun(server)
         if server is not None:
@@ -344,6 +345,13 @@ class FleetCore:
                 note_failure(self._state, link.server, error)
             self._send_again(record, link.server)
             failure = None
+        elif lacks_adapter(error) and not record.cancelled:
+            record.lacking.add(link.server)
+            with self._guard:
+                is_another_ready = self._state.room_in(record.lacking) is not None
+            if is_another_ready:
+                self._place(record)
+                failure = None
         if failure is not None:
             self.records.pop(record.request_id, None)
         return failure
@@ -358,7 +366,8 @@ class FleetCore:
         with self._guard:
             self._state.full(server, seconds)
             may = self._state.budget.failed()
-            other = self._state.choose(record.keys, avoid=(server,)) if may else None
+            choose = partial(self._state.choose, record.keys, without=record.lacking)
+            other = choose(avoid=(server,)) if may else None
         if other is not None and other is not server:
             self._place(record, server)
             return None

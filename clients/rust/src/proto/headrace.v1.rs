@@ -2473,6 +2473,12 @@ pub struct EngineStatistics {
     /// Counter: steps that had drafts.
     #[prost(uint64, tag = "28")]
     pub steps_with_drafts: u64,
+    /// Adapters by name: the first 64 that requests named since the engine's start, whether or not they are still loaded.
+    #[prost(message, repeated, tag = "29")]
+    pub by_adapter: ::prost::alloc::vec::Vec<AdapterStatistics>,
+    /// All other adapters together. Absent where there were none.
+    #[prost(message, optional, tag = "30")]
+    pub other_adapters: ::core::option::Option<AdapterStatistics>,
     /// Statistics that have no field here and are not 0: by name, each with its value. The names are those of the metrics,
     /// such as headrace.choices; docs/operations.md says what each counts.
     #[prost(map = "string, double", tag = "100")]
@@ -2498,6 +2504,25 @@ pub struct CallerStatistics {
     /// without requests for so long that it was forgotten; the counter of `other_callers` then grows by its value.
     #[prost(uint64, tag = "5")]
     pub service: u64,
+}
+/// What requests with one adapter do in the engine, whatever content its name has meant.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct AdapterStatistics {
+    /// The adapter's name. Empty: these are several adapters.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// Its choices in the batch now.
+    #[prost(uint64, tag = "2")]
+    pub running: u64,
+    /// How many of its requests wait in the queue now.
+    #[prost(uint64, tag = "3")]
+    pub waiting: u64,
+    /// Counter: tokens that were computed for its prompts, including recomputation after preemptions.
+    #[prost(uint64, tag = "4")]
+    pub prompt_tokens: u64,
+    /// Counter: tokens that were generated with it.
+    #[prost(uint64, tag = "5")]
+    pub generated_tokens: u64,
 }
 /// How fast the engine's counters grew, on average over a window of time.
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]

@@ -23,6 +23,7 @@ import { PATIENCE_MS, type Server } from "./servers.js";
 
 /** The reason of a refusal by another server process than the one that was meant. */
 export const WRONG_INSTANCE = "WRONG_INSTANCE";
+const ADAPTER_NOT_LOADED = "ADAPTER_NOT_LOADED";
 const FIRST_PAUSE_MS = 100;
 const LONGEST_PAUSE_MS = 2_000;
 
@@ -47,6 +48,11 @@ export function isLostStream(error: HeadraceError): boolean {
     return error.reason === "";
   }
   return error.code === "UNAVAILABLE" || error.code === "CANCELLED";
+}
+
+/** Whether a server lacks the request's adapter. Another is then asked, each once: that is no retry, and needs no pause. */
+export function lacksAdapter(error: unknown): boolean {
+  return isHeadraceError(error) && error.reason === ADAPTER_NOT_LOADED;
 }
 
 /** What a server's failure says of it: it has no room for a while, or is not ready. */
@@ -122,6 +128,7 @@ async function anyServer<T>(
 /** The tries of one call in a fleet: to which server it goes now, and after a failure, where and when it goes next. */
 export class Attempts {
   readonly #tried = new Set<Server>();
+  readonly #lacking = new Set<Server>();
   readonly #began: number;
   #same: Server | undefined;
   #count = 0;
@@ -140,11 +147,11 @@ export class Attempts {
     const { servers } = this.pool;
     for (;;) {
       this.pool.begin();
-      const server = this.#same ?? servers.choose(this.tries.keys, this.#tried, this.#evenFull);
+      const server = this.#same ?? this.#choose(this.#evenFull);
       if (server !== undefined) {
         return server;
       }
-      const roomIn = servers.roomIn();
+      const roomIn = servers.roomIn(this.#lacking);
       if (roomIn !== undefined) {
         this.#evenFull = true; // it has waited once; now it may ask
         await pause(roomIn, this.tries.signal);
@@ -165,6 +172,14 @@ export class Attempts {
   async failed(server: Server, error: unknown): Promise<void> {
     const { pool, tries } = this;
     const { servers } = pool;
+    if (lacksAdapter(error)) {
+      this.#same = undefined;
+      this.#lacking.add(server);
+      if (pool.isClosed || servers.roomIn(this.#lacking) === undefined) {
+        throw error;
+      }
+      return;
+    }
     if (!mayRetry(pool, error, this.#count, tries.retries)) {
       if (error instanceof UnavailableError && !pool.isClosed) {
         pool.setAside(server, error);
@@ -181,13 +196,17 @@ export class Attempts {
     this.#same = undefined;
     noteFailure(pool, server, error);
     this.#tried.add(server);
-    const other = servers.choose(tries.keys, this.#tried);
+    const other = this.#choose(false);
     if (mayAtOnce && other !== undefined && !this.#tried.has(other)) {
       return;
     }
     this.#tried.clear();
     this.#evenFull = true;
     await this.#pause(error);
+  }
+
+  #choose(evenFull: boolean): Server | undefined {
+    return this.pool.servers.choose(this.tries.keys, { avoid: this.#tried, without: this.#lacking, evenFull });
   }
 
   async #pause(error: HeadraceError): Promise<void> {

@@ -117,6 +117,15 @@ export class RetryBudget {
   }
 }
 
+/** What bounds the choice of a server. */
+interface Bounds {
+  readonly avoid?: ReadonlySet<Server>;
+  readonly without?: ReadonlySet<Server>;
+  readonly evenFull?: boolean;
+}
+
+const NONE: ReadonlySet<Server> = new Set();
+
 /** The servers of one client. Times are in milliseconds, by `clock`. */
 export class Servers {
   readonly all = new Map<string, Server>();
@@ -226,10 +235,14 @@ export class Servers {
   /**
    * The server for a request; undefined: no server is ready and has room.
    *
-   * @param avoid - servers that shall not have it, unless there is no other.
-   * @param evenFull - whether a server that said that it has no room may have it, if all did.
+   * @param bounds.avoid - servers that shall not have it, unless there is no other.
+   * @param bounds.without - servers that cannot have it, because they lack what it needs.
+   * @param bounds.evenFull - whether a server that said that it has no room may have it, if all did.
    */
-  choose(keys: PrefixKeys | undefined, avoid: ReadonlySet<Server> = new Set(), evenFull = false): Server | undefined {
+  choose(
+    keys: PrefixKeys | undefined,
+    { avoid = NONE, without = NONE, evenFull = false }: Bounds = {},
+  ): Server | undefined {
     const now = this.clock();
     for (const [id, { until }] of this.#alone) {
       if (until >= now) {
@@ -237,7 +250,7 @@ export class Servers {
       }
       this.endedAlone(id);
     }
-    const ready = this.#in("ready");
+    const ready = this.#in("ready", without);
     const roomy = ready.filter((one) => one.fullUntil <= now);
     let from = orAll(roomy, avoid);
     if (from.length === 0 && evenFull) {
@@ -256,9 +269,9 @@ export class Servers {
     return byName.get(this.#placement.choose(keys, candidates));
   }
 
-  /** In how many milliseconds a ready server has room, as these said; undefined: none is ready. */
-  roomIn(): number | undefined {
-    const ready = this.#in("ready");
+  /** In how many milliseconds a ready server has room, as these said; undefined: none is ready but those `without`. */
+  roomIn(without: ReadonlySet<Server> = NONE): number | undefined {
+    const ready = this.#in("ready", without);
     return ready.length === 0 ? undefined : Math.max(Math.min(...ready.map((s) => s.fullUntil)) - this.clock(), 0);
   }
 
@@ -339,8 +352,8 @@ export class Servers {
     });
   }
 
-  #in(state: Server["state"]): Server[] {
-    return [...this.all.values()].filter((one) => one.state === state);
+  #in(state: Server["state"], without: ReadonlySet<Server> = NONE): Server[] {
+    return [...this.all.values()].filter((one) => one.state === state && !without.has(one));
   }
 }
 

@@ -57,6 +57,8 @@ export class SessionRecord {
   askUntil = 0;
   /** With an unknown owner: who does not have it. */
   readonly asked = new Set<Server>();
+  /** Who does not have its adapter. */
+  readonly lacking = new Set<Server>();
   /** Whether it waits for a server to be ready. */
   wantsServer = false;
   /** Grows whenever it is sent or begins to wait: an action of an earlier turn is void. */

@@ -31,7 +31,7 @@ import { choicesOf } from "../options.js";
 import type { ServerLoad } from "../results.js";
 import { prefixKeys } from "./placement.js";
 import type { Pool } from "./pool.js";
-import { isLostStream, isWorthARetry, noteFailure, within, WRONG_INSTANCE } from "./retries.js";
+import { isLostStream, isWorthARetry, lacksAdapter, noteFailure, within, WRONG_INSTANCE } from "./retries.js";
 import { LOAD_INTERVAL_MS, PATIENCE_MS, type Server } from "./servers.js";
 import { duplicate, type Link, type OpenOptions, SessionRecord } from "./session_core.js";
 import { SessionLinks } from "./session_links.js";
@@ -271,11 +271,11 @@ export class SessionRouter {
   /** Sends a request to a server, or has it wait for one. */
   #place(record: SessionRecord, avoid?: Server): void {
     const { servers } = this.pool;
-    const avoided = new Set(avoid === undefined ? [] : [avoid]);
-    let server = servers.choose(record.keys, avoided);
-    const roomIn = server === undefined ? servers.roomIn() : undefined;
+    const bounds = { avoid: new Set(avoid === undefined ? [] : [avoid]), without: record.lacking };
+    let server = servers.choose(record.keys, bounds);
+    const roomIn = server === undefined ? servers.roomIn(record.lacking) : undefined;
     if (roomIn !== undefined && performance.now() + roomIn > record.giveUpAt) {
-      server = servers.choose(record.keys, avoided, true);
+      server = servers.choose(record.keys, { ...bounds, evenFull: true });
     }
     if (server !== undefined) {
       servers.begun(server);
@@ -355,6 +355,13 @@ export class SessionRouter {
       this.#sendAgain(record, link.server);
       return undefined;
     }
+    if (lacksAdapter(error) && !record.cancelled) {
+      record.lacking.add(link.server);
+      if (this.pool.servers.roomIn(record.lacking) !== undefined) {
+        this.#place(record);
+        return undefined;
+      }
+    }
     return error;
   }
 
@@ -369,7 +376,8 @@ export class SessionRouter {
     if (!isOne) {
       servers.full(server, milliseconds); // of one server, each request learns it by itself: there may be room for others
     }
-    const other = !isOne && servers.budget.failed() ? servers.choose(record.keys, new Set([server])) : undefined;
+    const bounds = { avoid: new Set([server]), without: record.lacking };
+    const other = !isOne && servers.budget.failed() ? servers.choose(record.keys, bounds) : undefined;
     if (other !== undefined && other !== server) {
       this.#place(record, server);
       return undefined;

@@ -173,6 +173,12 @@ TimeLimit = Annotated[
     float | None,
     typer.Option(help="Seconds after which the server ends it.", rich_help_panel=_REQUEST),
 ]
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="The adapter that the model has for it.", rich_help_panel=_REQUEST
+    ),
+]
 OtherOptions = Annotated[
     list[str] | None,
     typer.Option(
@@ -258,6 +264,7 @@ class ReplyOptions:
     seed: Seed = None
     stop: Stop = None
     time_limit: TimeLimit = None
+    adapter: Adapter = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,9 @@ from headrace.v1 import control_service_pb2 as pb
 
 _BAR = 24  # characters
 _CALLERS = 12  # rows of a terminal
+_NAMED_ADAPTERS = 6  # likewise
 _REASONS = 6  # of refusals, likewise
-_ARRANGED = pb.EngineStatistics.STEPS_WITH_DRAFTS_FIELD_NUMBER
+_ARRANGED = pb.EngineStatistics.OTHER_ADAPTERS_FIELD_NUMBER
 """The last of the engine's statistics that has a place of its own; later ones are shown by name."""
 _STATES = "headrace.states."
 """How the names of the statistics of states begin, which have a row of their own."""
@@ -221,6 +222,7 @@ def picture(found: pb.Statistics, target: str) -> Group:
         table.add_row("unknown", f"{front.unknown_field_messages} messages with unknown fields")
     if found.HasField("engine"):
         _caller_rows(table, found.engine)
+        _named_adapter_rows(table, found.engine)
     return Group(*parts, table)
 
 
@@ -298,12 +300,15 @@ def _state_row(table: Table, others: dict[str, float]) -> None:
 
 def _adapter_row(table: Table, others: dict[str, float]) -> None:
     """The same for the numbers of adapters."""
-    names = ("", ".memory", ".loads", ".evictions")
-    count, size, loads, evicted = (int(others.pop(_ADAPTERS + one, 0)) for one in names)
-    if count or loads:
+    names = ("", ".limit", ".memory", ".memory.limit", ".loads", ".evictions")
+    count, most, size, most_bytes, loads, evicted = (
+        int(others.pop(_ADAPTERS + one, 0)) for one in names
+    )
+    if most:
         table.add_row(
             "adapters",
-            f"{count} loaded ({size / 2**20:.1f} MiB); {loads} loads, {evicted} gave way to others",
+            f"{count} of {most} loaded ({size / 2**20:.1f} of {most_bytes / 2**20:.1f} MiB); "
+            f"{loads} loads, {evicted} gave way to others",
         )
 
 
@@ -340,6 +345,29 @@ def _caller_rows(table: Table, engine: pb.EngineStatistics) -> None:
             service=sum(one.service for one in rest),
         )
         table.add_row("", f"all others: {_has(others, total)}")
+
+
+def _named_adapter_rows(table: Table, engine: pb.EngineStatistics) -> None:
+    """Adds a row for each adapter, those with the most requests first, and one row for the rest."""
+    found = sorted(
+        engine.by_adapter, key=lambda one: (-one.waiting - one.running, -one.generated_tokens)
+    )
+    rest = [*found[_NAMED_ADAPTERS:]]
+    if engine.HasField("other_adapters"):
+        rest.append(engine.other_adapters)
+    rows = [(one.name, [one]) for one in found[:_NAMED_ADAPTERS]]
+    for number, (name, those) in enumerate([*rows, ("all other adapters", rest)] if rest else rows):
+        running, waiting, prompts, generated = (
+            sum(getattr(one, field) for one in those)
+            for field in ("running", "waiting", "prompt_tokens", "generated_tokens")
+        )
+        table.add_row(
+            "" if number else "by adapter",
+            Text(
+                f"{name}: {running} running, {waiting} waiting, {prompts} tokens of prompts, "
+                f"{generated} generated"
+            ),
+        )
 
 
 def _has(one: pb.CallerStatistics, total: int) -> str:

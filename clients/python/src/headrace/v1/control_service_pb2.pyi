@@ -568,6 +568,8 @@ class EngineStatistics(_message.Message):
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     STEPS_WITH_DRAFTS_FIELD_NUMBER: _builtins.int
+    BY_ADAPTER_FIELD_NUMBER: _builtins.int
+    OTHER_ADAPTERS_FIELD_NUMBER: _builtins.int
     OTHERS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Choices in the batch now (a request has one until its prompt is computed, then `n`)."""
@@ -632,6 +634,14 @@ class EngineStatistics(_message.Message):
         """All other callers together, now and in the past. Absent where there were none."""
 
     @_builtins.property
+    def by_adapter(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterStatistics]:
+        """Adapters by name: the first 64 that requests named since the engine's start, whether or not they are still loaded."""
+
+    @_builtins.property
+    def other_adapters(self) -> Global___AdapterStatistics:
+        """All other adapters together. Absent where there were none."""
+
+    @_builtins.property
     def others(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Statistics that have no field here and are not 0: by name, each with its value. The names are those of the metrics,
         such as headrace.choices; docs/operations.md says what each counts.
@@ -668,11 +678,13 @@ class EngineStatistics(_message.Message):
         draft_tokens: _builtins.int = ...,
         accepted_draft_tokens: _builtins.int = ...,
         steps_with_drafts: _builtins.int = ...,
+        by_adapter: _abc.Iterable[Global___AdapterStatistics] | None = ...,
+        other_adapters: Global___AdapterStatistics | None = ...,
         others: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step_duration", b"last_step_duration", "other_callers", b"other_callers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step_duration", b"last_step_duration", "other_adapters", b"other_adapters", "other_callers", b"other_callers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "callers", b"callers", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "held", b"held", "holds", b"holds", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "last_step_duration", b"last_step_duration", "offloads", b"offloads", "other_callers", b"other_callers", "others", b"others", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "prompt_tokens", b"prompt_tokens", "requests_accepted", b"requests_accepted", "requests_finished", b"requests_finished", "restores", b"restores", "running", b"running", "steps", b"steps", "steps_over_target", b"steps_over_target", "steps_with_decodes", b"steps_with_decodes", "steps_with_drafts", b"steps_with_drafts", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "by_adapter", b"by_adapter", "callers", b"callers", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "held", b"held", "holds", b"holds", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "last_step_duration", b"last_step_duration", "offloads", b"offloads", "other_adapters", b"other_adapters", "other_callers", b"other_callers", "others", b"others", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "prompt_tokens", b"prompt_tokens", "requests_accepted", b"requests_accepted", "requests_finished", b"requests_finished", "restores", b"restores", "running", b"running", "steps", b"steps", "steps_over_target", b"steps_over_target", "steps_with_decodes", b"steps_with_decodes", "steps_with_drafts", b"steps_with_drafts", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -718,6 +730,44 @@ class CallerStatistics(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CallerStatistics: _TypeAlias = CallerStatistics  # noqa: Y015
+
+@_typing.final
+class AdapterStatistics(_message.Message):
+    """What requests with one adapter do in the engine, whatever content its name has meant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The adapter's name. Empty: these are several adapters."""
+    running: _builtins.int
+    """Its choices in the batch now."""
+    waiting: _builtins.int
+    """How many of its requests wait in the queue now."""
+    prompt_tokens: _builtins.int
+    """Counter: tokens that were computed for its prompts, including recomputation after preemptions."""
+    generated_tokens: _builtins.int
+    """Counter: tokens that were generated with it."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_tokens", b"generated_tokens", "name", b"name", "prompt_tokens", b"prompt_tokens", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterStatistics: _TypeAlias = AdapterStatistics  # noqa: Y015
 
 @_typing.final
 class EngineRates(_message.Message):

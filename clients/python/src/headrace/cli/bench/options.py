@@ -13,7 +13,14 @@ import typer
 from headrace.cli import common
 from headrace.cli.bench.load import Load
 from headrace.cli.bench.measures import Goals
-from headrace.cli.options import OtherOptions, Priority, Temperature, TimeLimit, make_options
+from headrace.cli.options import (
+    Adapter,
+    OtherOptions,
+    Priority,
+    Temperature,
+    TimeLimit,
+    make_options,
+)
 from headrace.errors import HeadraceError
 from headrace.options import GenerationOptions, build_spec
 
@@ -224,6 +231,7 @@ class PromptOptions:
     temperature: Temperature = None
     priority: Priority = None
     time_limit: TimeLimit = None
+    adapter: Adapter = None
     option: OtherOptions = None
 
     def check(self) -> None:
@@ -247,6 +255,7 @@ class PromptOptions:
             "temperature": self.temperature,
             "priority": self.priority,
             "time_limit": self.time_limit,
+            "adapter": self.adapter,
             "ignore_eos": self.ignore_eos,
         }
         given = make_options(self.option)

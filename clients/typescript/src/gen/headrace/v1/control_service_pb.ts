@@ -25,7 +25,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file headrace/v1/control_service.proto.
  */
 export const file_headrace_v1_control_service: GenFile = /*@__PURE__*/
-  fileDesc("CiFoZWFkcmFjZS92MS9jb250cm9sX3NlcnZpY2UucHJvdG8SC2hlYWRyYWNlLnYxIjUKFEdldFN0YXRpc3RpY3NSZXF1ZXN0Eh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJEChVHZXRTdGF0aXN0aWNzUmVzcG9uc2USKwoKc3RhdGlzdGljcxgBIAEoCzIXLmhlYWRyYWNlLnYxLlN0YXRpc3RpY3MiZAoWV2F0Y2hTdGF0aXN0aWNzUmVxdWVzdBIrCghpbnRlcnZhbBgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiRgoXV2F0Y2hTdGF0aXN0aWNzUmVzcG9uc2USKwoKc3RhdGlzdGljcxgBIAEoCzIXLmhlYWRyYWNlLnYxLlN0YXRpc3RpY3MiqAQKClN0YXRpc3RpY3MSEwoLaW5zdGFuY2VfaWQYASABKAkSFgoOc2VydmVyX3ZlcnNpb24YAiABKAkSDQoFbW9kZWwYAyABKAkSLwoLc2FtcGxlX3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjIKD3VwdGltZV9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhInCgVwaGFzZRgGIAEoDjIYLmhlYWRyYWNlLnYxLlNlcnZlclBoYXNlEiYKBXBhdXNlGAcgASgLMhcuaGVhZHJhY2UudjEuUGF1c2VTdGF0ZRImCgVkcmFpbhgIIAEoCzIXLmhlYWRyYWNlLnYxLkRyYWluU3RhdGUSKAoJbG9nX2xldmVsGAkgASgOMhUuaGVhZHJhY2UudjEuTG9nTGV2ZWwSFwoPZW5naW5lX3Jlc3RhcnRzGAogASgEEjIKCWZyb250X2VuZBgLIAEoCzIfLmhlYWRyYWNlLnYxLkZyb250RW5kU3RhdGlzdGljcxItCgZlbmdpbmUYDCABKAsyHS5oZWFkcmFjZS52MS5FbmdpbmVTdGF0aXN0aWNzEicKBXJhdGVzGA0gASgLMhguaGVhZHJhY2UudjEuRW5naW5lUmF0ZXMSMQoOc3RhcnR1cF9waGFzZXMYDiADKAsyGS5oZWFkcmFjZS52MS5TdGFydHVwUGhhc2UiSQoMU3RhcnR1cFBoYXNlEgwKBG5hbWUYASABKAkSKwoIZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iTAoKUGF1c2VTdGF0ZRIOCgZyZWFzb24YASABKAkSLgoKc3RhcnRfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAieAoKRHJhaW5TdGF0ZRIOCgZyZWFzb24YASABKAkSLgoKc3RhcnRfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKgoHdGltZW91dBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKSAgoSRnJvbnRFbmRTdGF0aXN0aWNzEhUKDWxpdmVfcmVxdWVzdHMYASABKAQSFAoMb3Blbl9zdHJlYW1zGAIgASgEEhkKEXN0cmVhbWVkX3JlcXVlc3RzGAMgASgEEhQKDGtlcHRfcmVzdWx0cxgEIAEoBBIZChFrZXB0X3Jlc3VsdF9ieXRlcxgFIAEoBBIVCg1vcGVuX3Nlc3Npb25zGAYgASgEEhoKEmxpdmVfcmVxdWVzdF9ieXRlcxgHIAEoBBIeChZ1bmtub3duX2ZpZWxkX21lc3NhZ2VzGAggASgEEjAKCHJlZnVzYWxzGAkgAygLMh4uaGVhZHJhY2UudjEuUmVmdXNhbFN0YXRpc3RpY3MiVwoRUmVmdXNhbFN0YXRpc3RpY3MSDgoGbWV0aG9kGAEgASgJEg4KBnJlYXNvbhgCIAEoCRITCgtzdGF0dXNfY29kZRgDIAEoCRINCgVjb3VudBgEIAEoBCLCBgoQRW5naW5lU3RhdGlzdGljcxIPCgdydW5uaW5nGAEgASgEEg8KB3dhaXRpbmcYAiABKAQSFAoMYmxvY2tzX3RvdGFsGAMgASgEEhMKC2Jsb2Nrc191c2VkGAQgASgEEhUKDWJsb2Nrc19jYWNoZWQYBSABKAQSGQoRaG9zdF9ibG9ja3NfdG90YWwYBiABKAQSGAoQaG9zdF9ibG9ja3NfdXNlZBgHIAEoBBINCgVzdGVwcxgIIAEoBBIVCg1wcm9tcHRfdG9rZW5zGAkgASgEEhgKEGdlbmVyYXRlZF90b2tlbnMYCiABKAQSGQoRcmVxdWVzdHNfYWNjZXB0ZWQYCyABKAQSGQoRcmVxdWVzdHNfZmluaXNoZWQYDCABKAQSEwoLcHJlZW1wdGlvbnMYDSABKAQSEAoIb2ZmbG9hZHMYDiABKAQSEAoIcmVzdG9yZXMYDyABKAQSFgoOcHJlZml4X3F1ZXJpZXMYECABKAQSEwoLcHJlZml4X2hpdHMYESABKAQSNQoSbGFzdF9zdGVwX2R1cmF0aW9uGBIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEgwKBGhlbGQYEyABKAQSDQoFaG9sZHMYFCABKAQSGgoSc3RlcHNfd2l0aF9kZWNvZGVzGBUgASgEEhkKEXN0ZXBzX292ZXJfdGFyZ2V0GBYgASgEEi4KB2NhbGxlcnMYFyADKAsyHS5oZWFkcmFjZS52MS5DYWxsZXJTdGF0aXN0aWNzEjQKDW90aGVyX2NhbGxlcnMYGCABKAsyHS5oZWFkcmFjZS52MS5DYWxsZXJTdGF0aXN0aWNzEg4KBmRyYWZ0cxgZIAEoBBIUCgxkcmFmdF90b2tlbnMYGiABKAQSHQoVYWNjZXB0ZWRfZHJhZnRfdG9rZW5zGBsgASgEEhkKEXN0ZXBzX3dpdGhfZHJhZnRzGBwgASgEEjkKBm90aGVycxhkIAMoCzIpLmhlYWRyYWNlLnYxLkVuZ2luZVN0YXRpc3RpY3MuT3RoZXJzRW50cnkaLQoLT3RoZXJzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgBOgI4ASJlChBDYWxsZXJTdGF0aXN0aWNzEg4KBmNhbGxlchgBIAEoCRIOCgZ3ZWlnaHQYAiABKAESDwoHcnVubmluZxgDIAEoBBIPCgd3YWl0aW5nGAQgASgEEg8KB3NlcnZpY2UYBSABKAQiwwEKC0VuZ2luZVJhdGVzEikKBndpbmRvdxgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhINCgVzdGVwcxgCIAEoARIVCg1wcm9tcHRfdG9rZW5zGAMgASgBEhgKEGdlbmVyYXRlZF90b2tlbnMYBCABKAESGQoRcmVxdWVzdHNfYWNjZXB0ZWQYBSABKAESGQoRcmVxdWVzdHNfZmluaXNoZWQYBiABKAESEwoLcHJlZW1wdGlvbnMYByABKAEibQoTTGlzdFJlcXVlc3RzUmVxdWVzdBIQCghpZGVudGl0eRgBIAEoCRIRCglwYWdlX3NpemUYAiABKA0SEgoKcGFnZV90b2tlbhgDIAEoCRIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkibwoUTGlzdFJlcXVlc3RzUmVzcG9uc2USKgoIcmVxdWVzdHMYASADKAsyGC5oZWFkcmFjZS52MS5MaXZlUmVxdWVzdBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSEgoKdG90YWxfc2l6ZRgDIAEoBCLQAgoLTGl2ZVJlcXVlc3QSEAoIaWRlbnRpdHkYASABKAkSEgoKcmVxdWVzdF9pZBgCIAEoCRIoCgVzdGF0ZRgDIAEoDjIZLmhlYWRyYWNlLnYxLlJlcXVlc3RTdGF0ZRIvCgxhZ2VfZHVyYXRpb24YBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFQoNcHJvbXB0X3Rva2VucxgFIAEoBBIVCg1vdXRwdXRfdG9rZW5zGAYgASgEEgkKAW4YByABKA0SEAoIcHJpb3JpdHkYCCABKAUSLQoKdGltZV9saW1pdBgJIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIRCglzdHJlYW1pbmcYCiABKAgSIgoGbGFiZWxzGAsgAygLMhIuaGVhZHJhY2UudjEuTGFiZWwSDwoHYWRhcHRlchgMIAEoCSI/CgtSZXF1ZXN0TmFtZRIWCghpZGVudGl0eRgBIAEoCUIE4kEBAhIYCgpyZXF1ZXN0X2lkGAIgASgJQgTiQQECImgKFUNhbmNlbFJlcXVlc3RzUmVxdWVzdBIwCghyZXF1ZXN0cxgBIAMoCzIYLmhlYWRyYWNlLnYxLlJlcXVlc3ROYW1lQgTiQQECEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJLChZDYW5jZWxSZXF1ZXN0c1Jlc3BvbnNlEjEKB3Jlc3VsdHMYASADKAsyIC5oZWFkcmFjZS52MS5SZXF1ZXN0Q2FuY2VsbGF0aW9uImYKE1JlcXVlc3RDYW5jZWxsYXRpb24SEAoIaWRlbnRpdHkYASABKAkSEgoKcmVxdWVzdF9pZBgCIAEoCRIpCgZzdGF0dXMYAyABKA4yGS5oZWFkcmFjZS52MS5DYW5jZWxTdGF0dXMiPQoMUGF1c2VSZXF1ZXN0Eg4KBnJlYXNvbhgBIAEoCRIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiSwoNUGF1c2VSZXNwb25zZRImCgVwYXVzZRgBIAEoCzIXLmhlYWRyYWNlLnYxLlBhdXNlU3RhdGUSEgoKd2FzX3BhdXNlZBgCIAEoCCIuCg1SZXN1bWVSZXF1ZXN0Eh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSIkCg5SZXN1bWVSZXNwb25zZRISCgp3YXNfcGF1c2VkGAEgASgIImkKDERyYWluUmVxdWVzdBIqCgd0aW1lb3V0GAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEg4KBnJlYXNvbhgCIAEoCRIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiZAoNRHJhaW5SZXNwb25zZRImCgVkcmFpbhgBIAEoCzIXLmhlYWRyYWNlLnYxLkRyYWluU3RhdGUSFAoMd2FzX2RyYWluaW5nGAIgASgIEhUKDWxpdmVfcmVxdWVzdHMYAyABKAQiOAoXUmVzZXRQcmVmaXhDYWNoZVJlcXVlc3QSHQoVcmVxdWlyZWRfY2FwYWJpbGl0aWVzGA8gAygJIhoKGFJlc2V0UHJlZml4Q2FjaGVSZXNwb25zZSJ+ChJMb2FkQWRhcHRlclJlcXVlc3QSEgoEbmFtZRgBIAEoCUIE4kEBAhIUCgZzb3VyY2UYAiABKAlCBOJBAQISDgoGcGlubmVkGAMgASgIEg8KB3JlcGxhY2UYBCABKAgSHQoVcmVxdWlyZWRfY2FwYWJpbGl0aWVzGA8gAygJIk0KE0xvYWRBZGFwdGVyUmVzcG9uc2USJQoHYWRhcHRlchgBIAEoCzIULmhlYWRyYWNlLnYxLkFkYXB0ZXISDwoHZXZpY3RlZBgCIAMoCSJ1ChRVbmxvYWRBZGFwdGVyUmVxdWVzdBISCgRuYW1lGAEgASgJQgTiQQECEioKB3RpbWVvdXQYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SHQoVcmVxdWlyZWRfY2FwYWJpbGl0aWVzGA8gAygJIi4KFVVubG9hZEFkYXB0ZXJSZXNwb25zZRIVCg1saXZlX3JlcXVlc3RzGAEgASgEIl8KElNldExvZ0xldmVsUmVxdWVzdBIqCgVsZXZlbBgBIAEoDjIVLmhlYWRyYWNlLnYxLkxvZ0xldmVsQgTiQQECEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJEChNTZXRMb2dMZXZlbFJlc3BvbnNlEi0KDnByZXZpb3VzX2xldmVsGAEgASgOMhUuaGVhZHJhY2UudjEuTG9nTGV2ZWwqrgEKC1NlcnZlclBoYXNlEhwKGFNFUlZFUl9QSEFTRV9VTlNQRUNJRklFRBAAEhgKFFNFUlZFUl9QSEFTRV9MT0FESU5HEAESFgoSU0VSVkVSX1BIQVNFX1JFQURZEAISGwoXU0VSVkVSX1BIQVNFX1JFU1RBUlRJTkcQAxIZChVTRVJWRVJfUEhBU0VfRFJBSU5JTkcQBBIXChNTRVJWRVJfUEhBU0VfRkFJTEVEEAUqegoITG9nTGV2ZWwSGQoVTE9HX0xFVkVMX1VOU1BFQ0lGSUVEEAASEwoPTE9HX0xFVkVMX0RFQlVHEAESEgoOTE9HX0xFVkVMX0lORk8QAhIVChFMT0dfTEVWRUxfV0FSTklORxADEhMKD0xPR19MRVZFTF9FUlJPUhAEKrkBCgxSZXF1ZXN0U3RhdGUSHQoZUkVRVUVTVF9TVEFURV9VTlNQRUNJRklFRBAAEhsKF1JFUVVFU1RfU1RBVEVfU1VCTUlUVEVEEAESGQoVUkVRVUVTVF9TVEFURV9XQUlUSU5HEAISHAoYUkVRVUVTVF9TVEFURV9HRU5FUkFUSU5HEAMSHAoYUkVRVUVTVF9TVEFURV9DQU5DRUxMSU5HEAQSFgoSUkVRVUVTVF9TVEFURV9IRUxEEAUynQoKDkNvbnRyb2xTZXJ2aWNlEnYKDUdldFN0YXRpc3RpY3MSIS5oZWFkcmFjZS52MS5HZXRTdGF0aXN0aWNzUmVxdWVzdBoiLmhlYWRyYWNlLnYxLkdldFN0YXRpc3RpY3NSZXNwb25zZSIegtPkkwIYEhYvdjEvY29udHJvbC9zdGF0aXN0aWNzEoQBCg9XYXRjaFN0YXRpc3RpY3MSIy5oZWFkcmFjZS52MS5XYXRjaFN0YXRpc3RpY3NSZXF1ZXN0GiQuaGVhZHJhY2UudjEuV2F0Y2hTdGF0aXN0aWNzUmVzcG9uc2UiJILT5JMCHhIcL3YxL2NvbnRyb2wvc3RhdGlzdGljczp3YXRjaDABEnEKDExpc3RSZXF1ZXN0cxIgLmhlYWRyYWNlLnYxLkxpc3RSZXF1ZXN0c1JlcXVlc3QaIS5oZWFkcmFjZS52MS5MaXN0UmVxdWVzdHNSZXNwb25zZSIcgtPkkwIWEhQvdjEvY29udHJvbC9yZXF1ZXN0cxKBAQoOQ2FuY2VsUmVxdWVzdHMSIi5oZWFkcmFjZS52MS5DYW5jZWxSZXF1ZXN0c1JlcXVlc3QaIy5oZWFkcmFjZS52MS5DYW5jZWxSZXF1ZXN0c1Jlc3BvbnNlIiaC0+STAiA6ASoiGy92MS9jb250cm9sL3JlcXVlc3RzOmNhbmNlbBJcCgVQYXVzZRIZLmhlYWRyYWNlLnYxLlBhdXNlUmVxdWVzdBoaLmhlYWRyYWNlLnYxLlBhdXNlUmVzcG9uc2UiHILT5JMCFjoBKiIRL3YxL2NvbnRyb2w6cGF1c2USYAoGUmVzdW1lEhouaGVhZHJhY2UudjEuUmVzdW1lUmVxdWVzdBobLmhlYWRyYWNlLnYxLlJlc3VtZVJlc3BvbnNlIh2C0+STAhc6ASoiEi92MS9jb250cm9sOnJlc3VtZRJcCgVEcmFpbhIZLmhlYWRyYWNlLnYxLkRyYWluUmVxdWVzdBoaLmhlYWRyYWNlLnYxLkRyYWluUmVzcG9uc2UiHILT5JMCFjoBKiIRL3YxL2NvbnRyb2w6ZHJhaW4SigEKEFJlc2V0UHJlZml4Q2FjaGUSJC5oZWFkcmFjZS52MS5SZXNldFByZWZpeENhY2hlUmVxdWVzdBolLmhlYWRyYWNlLnYxLlJlc2V0UHJlZml4Q2FjaGVSZXNwb25zZSIpgtPkkwIjOgEqIh4vdjEvY29udHJvbC9wcmVmaXgtY2FjaGU6cmVzZXQSdgoLTG9hZEFkYXB0ZXISHy5oZWFkcmFjZS52MS5Mb2FkQWRhcHRlclJlcXVlc3QaIC5oZWFkcmFjZS52MS5Mb2FkQWRhcHRlclJlc3BvbnNlIiSC0+STAh46ASoiGS92MS9jb250cm9sL2FkYXB0ZXJzOmxvYWQSfgoNVW5sb2FkQWRhcHRlchIhLmhlYWRyYWNlLnYxLlVubG9hZEFkYXB0ZXJSZXF1ZXN0GiIuaGVhZHJhY2UudjEuVW5sb2FkQWRhcHRlclJlc3BvbnNlIiaC0+STAiA6ASoiGy92MS9jb250cm9sL2FkYXB0ZXJzOnVubG9hZBJyCgtTZXRMb2dMZXZlbBIfLmhlYWRyYWNlLnYxLlNldExvZ0xldmVsUmVxdWVzdBogLmhlYWRyYWNlLnYxLlNldExvZ0xldmVsUmVzcG9uc2UiIILT5JMCGjoBKiIVL3YxL2NvbnRyb2wvbG9nLWxldmVsQlAKD2Rldi5oZWFkcmFjZS52MUITQ29udHJvbFNlcnZpY2VQcm90b1ABWiZoZWFkcmFjZS5kZXYvZ28vaGVhZHJhY2UvdjE7aGVhZHJhY2V2MWIGcHJvdG8z", [file_google_api_annotations, file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_headrace_v1_generation, file_headrace_v1_generation_service, file_headrace_v1_model_service]);
+  fileDesc("CiFoZWFkcmFjZS92MS9jb250cm9sX3NlcnZpY2UucHJvdG8SC2hlYWRyYWNlLnYxIjUKFEdldFN0YXRpc3RpY3NSZXF1ZXN0Eh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJEChVHZXRTdGF0aXN0aWNzUmVzcG9uc2USKwoKc3RhdGlzdGljcxgBIAEoCzIXLmhlYWRyYWNlLnYxLlN0YXRpc3RpY3MiZAoWV2F0Y2hTdGF0aXN0aWNzUmVxdWVzdBIrCghpbnRlcnZhbBgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiRgoXV2F0Y2hTdGF0aXN0aWNzUmVzcG9uc2USKwoKc3RhdGlzdGljcxgBIAEoCzIXLmhlYWRyYWNlLnYxLlN0YXRpc3RpY3MiqAQKClN0YXRpc3RpY3MSEwoLaW5zdGFuY2VfaWQYASABKAkSFgoOc2VydmVyX3ZlcnNpb24YAiABKAkSDQoFbW9kZWwYAyABKAkSLwoLc2FtcGxlX3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjIKD3VwdGltZV9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhInCgVwaGFzZRgGIAEoDjIYLmhlYWRyYWNlLnYxLlNlcnZlclBoYXNlEiYKBXBhdXNlGAcgASgLMhcuaGVhZHJhY2UudjEuUGF1c2VTdGF0ZRImCgVkcmFpbhgIIAEoCzIXLmhlYWRyYWNlLnYxLkRyYWluU3RhdGUSKAoJbG9nX2xldmVsGAkgASgOMhUuaGVhZHJhY2UudjEuTG9nTGV2ZWwSFwoPZW5naW5lX3Jlc3RhcnRzGAogASgEEjIKCWZyb250X2VuZBgLIAEoCzIfLmhlYWRyYWNlLnYxLkZyb250RW5kU3RhdGlzdGljcxItCgZlbmdpbmUYDCABKAsyHS5oZWFkcmFjZS52MS5FbmdpbmVTdGF0aXN0aWNzEicKBXJhdGVzGA0gASgLMhguaGVhZHJhY2UudjEuRW5naW5lUmF0ZXMSMQoOc3RhcnR1cF9waGFzZXMYDiADKAsyGS5oZWFkcmFjZS52MS5TdGFydHVwUGhhc2UiSQoMU3RhcnR1cFBoYXNlEgwKBG5hbWUYASABKAkSKwoIZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iTAoKUGF1c2VTdGF0ZRIOCgZyZWFzb24YASABKAkSLgoKc3RhcnRfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAieAoKRHJhaW5TdGF0ZRIOCgZyZWFzb24YASABKAkSLgoKc3RhcnRfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKgoHdGltZW91dBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKSAgoSRnJvbnRFbmRTdGF0aXN0aWNzEhUKDWxpdmVfcmVxdWVzdHMYASABKAQSFAoMb3Blbl9zdHJlYW1zGAIgASgEEhkKEXN0cmVhbWVkX3JlcXVlc3RzGAMgASgEEhQKDGtlcHRfcmVzdWx0cxgEIAEoBBIZChFrZXB0X3Jlc3VsdF9ieXRlcxgFIAEoBBIVCg1vcGVuX3Nlc3Npb25zGAYgASgEEhoKEmxpdmVfcmVxdWVzdF9ieXRlcxgHIAEoBBIeChZ1bmtub3duX2ZpZWxkX21lc3NhZ2VzGAggASgEEjAKCHJlZnVzYWxzGAkgAygLMh4uaGVhZHJhY2UudjEuUmVmdXNhbFN0YXRpc3RpY3MiVwoRUmVmdXNhbFN0YXRpc3RpY3MSDgoGbWV0aG9kGAEgASgJEg4KBnJlYXNvbhgCIAEoCRITCgtzdGF0dXNfY29kZRgDIAEoCRINCgVjb3VudBgEIAEoBCKuBwoQRW5naW5lU3RhdGlzdGljcxIPCgdydW5uaW5nGAEgASgEEg8KB3dhaXRpbmcYAiABKAQSFAoMYmxvY2tzX3RvdGFsGAMgASgEEhMKC2Jsb2Nrc191c2VkGAQgASgEEhUKDWJsb2Nrc19jYWNoZWQYBSABKAQSGQoRaG9zdF9ibG9ja3NfdG90YWwYBiABKAQSGAoQaG9zdF9ibG9ja3NfdXNlZBgHIAEoBBINCgVzdGVwcxgIIAEoBBIVCg1wcm9tcHRfdG9rZW5zGAkgASgEEhgKEGdlbmVyYXRlZF90b2tlbnMYCiABKAQSGQoRcmVxdWVzdHNfYWNjZXB0ZWQYCyABKAQSGQoRcmVxdWVzdHNfZmluaXNoZWQYDCABKAQSEwoLcHJlZW1wdGlvbnMYDSABKAQSEAoIb2ZmbG9hZHMYDiABKAQSEAoIcmVzdG9yZXMYDyABKAQSFgoOcHJlZml4X3F1ZXJpZXMYECABKAQSEwoLcHJlZml4X2hpdHMYESABKAQSNQoSbGFzdF9zdGVwX2R1cmF0aW9uGBIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEgwKBGhlbGQYEyABKAQSDQoFaG9sZHMYFCABKAQSGgoSc3RlcHNfd2l0aF9kZWNvZGVzGBUgASgEEhkKEXN0ZXBzX292ZXJfdGFyZ2V0GBYgASgEEi4KB2NhbGxlcnMYFyADKAsyHS5oZWFkcmFjZS52MS5DYWxsZXJTdGF0aXN0aWNzEjQKDW90aGVyX2NhbGxlcnMYGCABKAsyHS5oZWFkcmFjZS52MS5DYWxsZXJTdGF0aXN0aWNzEg4KBmRyYWZ0cxgZIAEoBBIUCgxkcmFmdF90b2tlbnMYGiABKAQSHQoVYWNjZXB0ZWRfZHJhZnRfdG9rZW5zGBsgASgEEhkKEXN0ZXBzX3dpdGhfZHJhZnRzGBwgASgEEjIKCmJ5X2FkYXB0ZXIYHSADKAsyHi5oZWFkcmFjZS52MS5BZGFwdGVyU3RhdGlzdGljcxI2Cg5vdGhlcl9hZGFwdGVycxgeIAEoCzIeLmhlYWRyYWNlLnYxLkFkYXB0ZXJTdGF0aXN0aWNzEjkKBm90aGVycxhkIAMoCzIpLmhlYWRyYWNlLnYxLkVuZ2luZVN0YXRpc3RpY3MuT3RoZXJzRW50cnkaLQoLT3RoZXJzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgBOgI4ASJlChBDYWxsZXJTdGF0aXN0aWNzEg4KBmNhbGxlchgBIAEoCRIOCgZ3ZWlnaHQYAiABKAESDwoHcnVubmluZxgDIAEoBBIPCgd3YWl0aW5nGAQgASgEEg8KB3NlcnZpY2UYBSABKAQidAoRQWRhcHRlclN0YXRpc3RpY3MSDAoEbmFtZRgBIAEoCRIPCgdydW5uaW5nGAIgASgEEg8KB3dhaXRpbmcYAyABKAQSFQoNcHJvbXB0X3Rva2VucxgEIAEoBBIYChBnZW5lcmF0ZWRfdG9rZW5zGAUgASgEIsMBCgtFbmdpbmVSYXRlcxIpCgZ3aW5kb3cYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFc3RlcHMYAiABKAESFQoNcHJvbXB0X3Rva2VucxgDIAEoARIYChBnZW5lcmF0ZWRfdG9rZW5zGAQgASgBEhkKEXJlcXVlc3RzX2FjY2VwdGVkGAUgASgBEhkKEXJlcXVlc3RzX2ZpbmlzaGVkGAYgASgBEhMKC3ByZWVtcHRpb25zGAcgASgBIm0KE0xpc3RSZXF1ZXN0c1JlcXVlc3QSEAoIaWRlbnRpdHkYASABKAkSEQoJcGFnZV9zaXplGAIgASgNEhIKCnBhZ2VfdG9rZW4YAyABKAkSHQoVcmVxdWlyZWRfY2FwYWJpbGl0aWVzGA8gAygJIm8KFExpc3RSZXF1ZXN0c1Jlc3BvbnNlEioKCHJlcXVlc3RzGAEgAygLMhguaGVhZHJhY2UudjEuTGl2ZVJlcXVlc3QSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEhIKCnRvdGFsX3NpemUYAyABKAQi0AIKC0xpdmVSZXF1ZXN0EhAKCGlkZW50aXR5GAEgASgJEhIKCnJlcXVlc3RfaWQYAiABKAkSKAoFc3RhdGUYAyABKA4yGS5oZWFkcmFjZS52MS5SZXF1ZXN0U3RhdGUSLwoMYWdlX2R1cmF0aW9uGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhUKDXByb21wdF90b2tlbnMYBSABKAQSFQoNb3V0cHV0X3Rva2VucxgGIAEoBBIJCgFuGAcgASgNEhAKCHByaW9yaXR5GAggASgFEi0KCnRpbWVfbGltaXQYCSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEQoJc3RyZWFtaW5nGAogASgIEiIKBmxhYmVscxgLIAMoCzISLmhlYWRyYWNlLnYxLkxhYmVsEg8KB2FkYXB0ZXIYDCABKAkiPwoLUmVxdWVzdE5hbWUSFgoIaWRlbnRpdHkYASABKAlCBOJBAQISGAoKcmVxdWVzdF9pZBgCIAEoCUIE4kEBAiJoChVDYW5jZWxSZXF1ZXN0c1JlcXVlc3QSMAoIcmVxdWVzdHMYASADKAsyGC5oZWFkcmFjZS52MS5SZXF1ZXN0TmFtZUIE4kEBAhIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiSwoWQ2FuY2VsUmVxdWVzdHNSZXNwb25zZRIxCgdyZXN1bHRzGAEgAygLMiAuaGVhZHJhY2UudjEuUmVxdWVzdENhbmNlbGxhdGlvbiJmChNSZXF1ZXN0Q2FuY2VsbGF0aW9uEhAKCGlkZW50aXR5GAEgASgJEhIKCnJlcXVlc3RfaWQYAiABKAkSKQoGc3RhdHVzGAMgASgOMhkuaGVhZHJhY2UudjEuQ2FuY2VsU3RhdHVzIj0KDFBhdXNlUmVxdWVzdBIOCgZyZWFzb24YASABKAkSHQoVcmVxdWlyZWRfY2FwYWJpbGl0aWVzGA8gAygJIksKDVBhdXNlUmVzcG9uc2USJgoFcGF1c2UYASABKAsyFy5oZWFkcmFjZS52MS5QYXVzZVN0YXRlEhIKCndhc19wYXVzZWQYAiABKAgiLgoNUmVzdW1lUmVxdWVzdBIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiJAoOUmVzdW1lUmVzcG9uc2USEgoKd2FzX3BhdXNlZBgBIAEoCCJpCgxEcmFpblJlcXVlc3QSKgoHdGltZW91dBgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIOCgZyZWFzb24YAiABKAkSHQoVcmVxdWlyZWRfY2FwYWJpbGl0aWVzGA8gAygJImQKDURyYWluUmVzcG9uc2USJgoFZHJhaW4YASABKAsyFy5oZWFkcmFjZS52MS5EcmFpblN0YXRlEhQKDHdhc19kcmFpbmluZxgCIAEoCBIVCg1saXZlX3JlcXVlc3RzGAMgASgEIjgKF1Jlc2V0UHJlZml4Q2FjaGVSZXF1ZXN0Eh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSIaChhSZXNldFByZWZpeENhY2hlUmVzcG9uc2UifgoSTG9hZEFkYXB0ZXJSZXF1ZXN0EhIKBG5hbWUYASABKAlCBOJBAQISFAoGc291cmNlGAIgASgJQgTiQQECEg4KBnBpbm5lZBgDIAEoCBIPCgdyZXBsYWNlGAQgASgIEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJNChNMb2FkQWRhcHRlclJlc3BvbnNlEiUKB2FkYXB0ZXIYASABKAsyFC5oZWFkcmFjZS52MS5BZGFwdGVyEg8KB2V2aWN0ZWQYAiADKAkidQoUVW5sb2FkQWRhcHRlclJlcXVlc3QSEgoEbmFtZRgBIAEoCUIE4kEBAhIqCgd0aW1lb3V0GAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSIuChVVbmxvYWRBZGFwdGVyUmVzcG9uc2USFQoNbGl2ZV9yZXF1ZXN0cxgBIAEoBCJfChJTZXRMb2dMZXZlbFJlcXVlc3QSKgoFbGV2ZWwYASABKA4yFS5oZWFkcmFjZS52MS5Mb2dMZXZlbEIE4kEBAhIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiRAoTU2V0TG9nTGV2ZWxSZXNwb25zZRItCg5wcmV2aW91c19sZXZlbBgBIAEoDjIVLmhlYWRyYWNlLnYxLkxvZ0xldmVsKq4BCgtTZXJ2ZXJQaGFzZRIcChhTRVJWRVJfUEhBU0VfVU5TUEVDSUZJRUQQABIYChRTRVJWRVJfUEhBU0VfTE9BRElORxABEhYKElNFUlZFUl9QSEFTRV9SRUFEWRACEhsKF1NFUlZFUl9QSEFTRV9SRVNUQVJUSU5HEAMSGQoVU0VSVkVSX1BIQVNFX0RSQUlOSU5HEAQSFwoTU0VSVkVSX1BIQVNFX0ZBSUxFRBAFKnoKCExvZ0xldmVsEhkKFUxPR19MRVZFTF9VTlNQRUNJRklFRBAAEhMKD0xPR19MRVZFTF9ERUJVRxABEhIKDkxPR19MRVZFTF9JTkZPEAISFQoRTE9HX0xFVkVMX1dBUk5JTkcQAxITCg9MT0dfTEVWRUxfRVJST1IQBCq5AQoMUmVxdWVzdFN0YXRlEh0KGVJFUVVFU1RfU1RBVEVfVU5TUEVDSUZJRUQQABIbChdSRVFVRVNUX1NUQVRFX1NVQk1JVFRFRBABEhkKFVJFUVVFU1RfU1RBVEVfV0FJVElORxACEhwKGFJFUVVFU1RfU1RBVEVfR0VORVJBVElORxADEhwKGFJFUVVFU1RfU1RBVEVfQ0FOQ0VMTElORxAEEhYKElJFUVVFU1RfU1RBVEVfSEVMRBAFMp0KCg5Db250cm9sU2VydmljZRJ2Cg1HZXRTdGF0aXN0aWNzEiEuaGVhZHJhY2UudjEuR2V0U3RhdGlzdGljc1JlcXVlc3QaIi5oZWFkcmFjZS52MS5HZXRTdGF0aXN0aWNzUmVzcG9uc2UiHoLT5JMCGBIWL3YxL2NvbnRyb2wvc3RhdGlzdGljcxKEAQoPV2F0Y2hTdGF0aXN0aWNzEiMuaGVhZHJhY2UudjEuV2F0Y2hTdGF0aXN0aWNzUmVxdWVzdBokLmhlYWRyYWNlLnYxLldhdGNoU3RhdGlzdGljc1Jlc3BvbnNlIiSC0+STAh4SHC92MS9jb250cm9sL3N0YXRpc3RpY3M6d2F0Y2gwARJxCgxMaXN0UmVxdWVzdHMSIC5oZWFkcmFjZS52MS5MaXN0UmVxdWVzdHNSZXF1ZXN0GiEuaGVhZHJhY2UudjEuTGlzdFJlcXVlc3RzUmVzcG9uc2UiHILT5JMCFhIUL3YxL2NvbnRyb2wvcmVxdWVzdHMSgQEKDkNhbmNlbFJlcXVlc3RzEiIuaGVhZHJhY2UudjEuQ2FuY2VsUmVxdWVzdHNSZXF1ZXN0GiMuaGVhZHJhY2UudjEuQ2FuY2VsUmVxdWVzdHNSZXNwb25zZSImgtPkkwIgOgEqIhsvdjEvY29udHJvbC9yZXF1ZXN0czpjYW5jZWwSXAoFUGF1c2USGS5oZWFkcmFjZS52MS5QYXVzZVJlcXVlc3QaGi5oZWFkcmFjZS52MS5QYXVzZVJlc3BvbnNlIhyC0+STAhY6ASoiES92MS9jb250cm9sOnBhdXNlEmAKBlJlc3VtZRIaLmhlYWRyYWNlLnYxLlJlc3VtZVJlcXVlc3QaGy5oZWFkcmFjZS52MS5SZXN1bWVSZXNwb25zZSIdgtPkkwIXOgEqIhIvdjEvY29udHJvbDpyZXN1bWUSXAoFRHJhaW4SGS5oZWFkcmFjZS52MS5EcmFpblJlcXVlc3QaGi5oZWFkcmFjZS52MS5EcmFpblJlc3BvbnNlIhyC0+STAhY6ASoiES92MS9jb250cm9sOmRyYWluEooBChBSZXNldFByZWZpeENhY2hlEiQuaGVhZHJhY2UudjEuUmVzZXRQcmVmaXhDYWNoZVJlcXVlc3QaJS5oZWFkcmFjZS52MS5SZXNldFByZWZpeENhY2hlUmVzcG9uc2UiKYLT5JMCIzoBKiIeL3YxL2NvbnRyb2wvcHJlZml4LWNhY2hlOnJlc2V0EnYKC0xvYWRBZGFwdGVyEh8uaGVhZHJhY2UudjEuTG9hZEFkYXB0ZXJSZXF1ZXN0GiAuaGVhZHJhY2UudjEuTG9hZEFkYXB0ZXJSZXNwb25zZSIkgtPkkwIeOgEqIhkvdjEvY29udHJvbC9hZGFwdGVyczpsb2FkEn4KDVVubG9hZEFkYXB0ZXISIS5oZWFkcmFjZS52MS5VbmxvYWRBZGFwdGVyUmVxdWVzdBoiLmhlYWRyYWNlLnYxLlVubG9hZEFkYXB0ZXJSZXNwb25zZSImgtPkkwIgOgEqIhsvdjEvY29udHJvbC9hZGFwdGVyczp1bmxvYWQScgoLU2V0TG9nTGV2ZWwSHy5oZWFkcmFjZS52MS5TZXRMb2dMZXZlbFJlcXVlc3QaIC5oZWFkcmFjZS52MS5TZXRMb2dMZXZlbFJlc3BvbnNlIiCC0+STAho6ASoiFS92MS9jb250cm9sL2xvZy1sZXZlbEJQCg9kZXYuaGVhZHJhY2UudjFCE0NvbnRyb2xTZXJ2aWNlUHJvdG9QAVomaGVhZHJhY2UuZGV2L2dvL2hlYWRyYWNlL3YxO2hlYWRyYWNldjFiBnByb3RvMw", [file_google_api_annotations, file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_headrace_v1_generation, file_headrace_v1_generation_service, file_headrace_v1_model_service]);
 
 /**
  * The request of GetStatistics.
@@ -648,6 +648,20 @@ export type EngineStatistics = Message<"headrace.v1.EngineStatistics"> & {
   stepsWithDrafts: bigint;
 
   /**
+   * Adapters by name: the first 64 that requests named since the engine's start, whether or not they are still loaded.
+   *
+   * @generated from field: repeated headrace.v1.AdapterStatistics by_adapter = 29;
+   */
+  byAdapter: AdapterStatistics[];
+
+  /**
+   * All other adapters together. Absent where there were none.
+   *
+   * @generated from field: headrace.v1.AdapterStatistics other_adapters = 30;
+   */
+  otherAdapters?: AdapterStatistics | undefined;
+
+  /**
    * Statistics that have no field here and are not 0: by name, each with its value. The names are those of the metrics,
    * such as headrace.choices; docs/operations.md says what each counts.
    *
@@ -715,6 +729,55 @@ export const CallerStatisticsSchema: GenMessage<CallerStatistics> = /*@__PURE__*
   messageDesc(file_headrace_v1_control_service, 11);
 
 /**
+ * What requests with one adapter do in the engine, whatever content its name has meant.
+ *
+ * @generated from message headrace.v1.AdapterStatistics
+ */
+export type AdapterStatistics = Message<"headrace.v1.AdapterStatistics"> & {
+  /**
+   * The adapter's name. Empty: these are several adapters.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * Its choices in the batch now.
+   *
+   * @generated from field: uint64 running = 2;
+   */
+  running: bigint;
+
+  /**
+   * How many of its requests wait in the queue now.
+   *
+   * @generated from field: uint64 waiting = 3;
+   */
+  waiting: bigint;
+
+  /**
+   * Counter: tokens that were computed for its prompts, including recomputation after preemptions.
+   *
+   * @generated from field: uint64 prompt_tokens = 4;
+   */
+  promptTokens: bigint;
+
+  /**
+   * Counter: tokens that were generated with it.
+   *
+   * @generated from field: uint64 generated_tokens = 5;
+   */
+  generatedTokens: bigint;
+};
+
+/**
+ * Describes the message headrace.v1.AdapterStatistics.
+ * Use `create(AdapterStatisticsSchema)` to create a new message.
+ */
+export const AdapterStatisticsSchema: GenMessage<AdapterStatistics> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_control_service, 12);
+
+/**
  * How fast the engine's counters grew, on average over a window of time.
  *
  * @generated from message headrace.v1.EngineRates
@@ -775,7 +838,7 @@ export type EngineRates = Message<"headrace.v1.EngineRates"> & {
  * Use `create(EngineRatesSchema)` to create a new message.
  */
 export const EngineRatesSchema: GenMessage<EngineRates> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 12);
+  messageDesc(file_headrace_v1_control_service, 13);
 
 /**
  * The request of ListRequests.
@@ -818,7 +881,7 @@ export type ListRequestsRequest = Message<"headrace.v1.ListRequestsRequest"> & {
  * Use `create(ListRequestsRequestSchema)` to create a new message.
  */
 export const ListRequestsRequestSchema: GenMessage<ListRequestsRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 13);
+  messageDesc(file_headrace_v1_control_service, 14);
 
 /**
  * The answer of ListRequests.
@@ -853,7 +916,7 @@ export type ListRequestsResponse = Message<"headrace.v1.ListRequestsResponse"> &
  * Use `create(ListRequestsResponseSchema)` to create a new message.
  */
 export const ListRequestsResponseSchema: GenMessage<ListRequestsResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 14);
+  messageDesc(file_headrace_v1_control_service, 15);
 
 /**
  * A request that has not ended.
@@ -951,7 +1014,7 @@ export type LiveRequest = Message<"headrace.v1.LiveRequest"> & {
  * Use `create(LiveRequestSchema)` to create a new message.
  */
 export const LiveRequestSchema: GenMessage<LiveRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 15);
+  messageDesc(file_headrace_v1_control_service, 16);
 
 /**
  * The full name of a request.
@@ -979,7 +1042,7 @@ export type RequestName = Message<"headrace.v1.RequestName"> & {
  * Use `create(RequestNameSchema)` to create a new message.
  */
 export const RequestNameSchema: GenMessage<RequestName> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 16);
+  messageDesc(file_headrace_v1_control_service, 17);
 
 /**
  * The request of CancelRequests.
@@ -1008,7 +1071,7 @@ export type CancelRequestsRequest = Message<"headrace.v1.CancelRequestsRequest">
  * Use `create(CancelRequestsRequestSchema)` to create a new message.
  */
 export const CancelRequestsRequestSchema: GenMessage<CancelRequestsRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 17);
+  messageDesc(file_headrace_v1_control_service, 18);
 
 /**
  * The answer of CancelRequests.
@@ -1029,7 +1092,7 @@ export type CancelRequestsResponse = Message<"headrace.v1.CancelRequestsResponse
  * Use `create(CancelRequestsResponseSchema)` to create a new message.
  */
 export const CancelRequestsResponseSchema: GenMessage<CancelRequestsResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 18);
+  messageDesc(file_headrace_v1_control_service, 19);
 
 /**
  * The result of a cancel.
@@ -1064,7 +1127,7 @@ export type RequestCancellation = Message<"headrace.v1.RequestCancellation"> & {
  * Use `create(RequestCancellationSchema)` to create a new message.
  */
 export const RequestCancellationSchema: GenMessage<RequestCancellation> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 19);
+  messageDesc(file_headrace_v1_control_service, 20);
 
 /**
  * The request of Pause.
@@ -1093,7 +1156,7 @@ export type PauseRequest = Message<"headrace.v1.PauseRequest"> & {
  * Use `create(PauseRequestSchema)` to create a new message.
  */
 export const PauseRequestSchema: GenMessage<PauseRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 20);
+  messageDesc(file_headrace_v1_control_service, 21);
 
 /**
  * The answer of Pause: the engine is paused.
@@ -1121,7 +1184,7 @@ export type PauseResponse = Message<"headrace.v1.PauseResponse"> & {
  * Use `create(PauseResponseSchema)` to create a new message.
  */
 export const PauseResponseSchema: GenMessage<PauseResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 21);
+  messageDesc(file_headrace_v1_control_service, 22);
 
 /**
  * The request of Resume.
@@ -1143,7 +1206,7 @@ export type ResumeRequest = Message<"headrace.v1.ResumeRequest"> & {
  * Use `create(ResumeRequestSchema)` to create a new message.
  */
 export const ResumeRequestSchema: GenMessage<ResumeRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 22);
+  messageDesc(file_headrace_v1_control_service, 23);
 
 /**
  * The answer of Resume.
@@ -1164,7 +1227,7 @@ export type ResumeResponse = Message<"headrace.v1.ResumeResponse"> & {
  * Use `create(ResumeResponseSchema)` to create a new message.
  */
 export const ResumeResponseSchema: GenMessage<ResumeResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 23);
+  messageDesc(file_headrace_v1_control_service, 24);
 
 /**
  * The request of Drain.
@@ -1201,7 +1264,7 @@ export type DrainRequest = Message<"headrace.v1.DrainRequest"> & {
  * Use `create(DrainRequestSchema)` to create a new message.
  */
 export const DrainRequestSchema: GenMessage<DrainRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 24);
+  messageDesc(file_headrace_v1_control_service, 25);
 
 /**
  * The answer of Drain: the drain has begun.
@@ -1236,7 +1299,7 @@ export type DrainResponse = Message<"headrace.v1.DrainResponse"> & {
  * Use `create(DrainResponseSchema)` to create a new message.
  */
 export const DrainResponseSchema: GenMessage<DrainResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 25);
+  messageDesc(file_headrace_v1_control_service, 26);
 
 /**
  * The request of ResetPrefixCache.
@@ -1258,7 +1321,7 @@ export type ResetPrefixCacheRequest = Message<"headrace.v1.ResetPrefixCacheReque
  * Use `create(ResetPrefixCacheRequestSchema)` to create a new message.
  */
 export const ResetPrefixCacheRequestSchema: GenMessage<ResetPrefixCacheRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 26);
+  messageDesc(file_headrace_v1_control_service, 27);
 
 /**
  * The answer of ResetPrefixCache: the prefixes are dropped.
@@ -1273,7 +1336,7 @@ export type ResetPrefixCacheResponse = Message<"headrace.v1.ResetPrefixCacheResp
  * Use `create(ResetPrefixCacheResponseSchema)` to create a new message.
  */
 export const ResetPrefixCacheResponseSchema: GenMessage<ResetPrefixCacheResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 27);
+  messageDesc(file_headrace_v1_control_service, 28);
 
 /**
  * The request of LoadAdapter.
@@ -1324,7 +1387,7 @@ export type LoadAdapterRequest = Message<"headrace.v1.LoadAdapterRequest"> & {
  * Use `create(LoadAdapterRequestSchema)` to create a new message.
  */
 export const LoadAdapterRequestSchema: GenMessage<LoadAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 28);
+  messageDesc(file_headrace_v1_control_service, 29);
 
 /**
  * The answer of LoadAdapter: requests may name the adapter.
@@ -1352,7 +1415,7 @@ export type LoadAdapterResponse = Message<"headrace.v1.LoadAdapterResponse"> & {
  * Use `create(LoadAdapterResponseSchema)` to create a new message.
  */
 export const LoadAdapterResponseSchema: GenMessage<LoadAdapterResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 29);
+  messageDesc(file_headrace_v1_control_service, 30);
 
 /**
  * The request of UnloadAdapter.
@@ -1388,7 +1451,7 @@ export type UnloadAdapterRequest = Message<"headrace.v1.UnloadAdapterRequest"> &
  * Use `create(UnloadAdapterRequestSchema)` to create a new message.
  */
 export const UnloadAdapterRequestSchema: GenMessage<UnloadAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 30);
+  messageDesc(file_headrace_v1_control_service, 31);
 
 /**
  * The answer of UnloadAdapter: new requests cannot name it.
@@ -1409,7 +1472,7 @@ export type UnloadAdapterResponse = Message<"headrace.v1.UnloadAdapterResponse">
  * Use `create(UnloadAdapterResponseSchema)` to create a new message.
  */
 export const UnloadAdapterResponseSchema: GenMessage<UnloadAdapterResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 31);
+  messageDesc(file_headrace_v1_control_service, 32);
 
 /**
  * The request of SetLogLevel.
@@ -1438,7 +1501,7 @@ export type SetLogLevelRequest = Message<"headrace.v1.SetLogLevelRequest"> & {
  * Use `create(SetLogLevelRequestSchema)` to create a new message.
  */
 export const SetLogLevelRequestSchema: GenMessage<SetLogLevelRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 32);
+  messageDesc(file_headrace_v1_control_service, 33);
 
 /**
  * The answer of SetLogLevel.
@@ -1459,7 +1522,7 @@ export type SetLogLevelResponse = Message<"headrace.v1.SetLogLevelResponse"> & {
  * Use `create(SetLogLevelResponseSchema)` to create a new message.
  */
 export const SetLogLevelResponseSchema: GenMessage<SetLogLevelResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 33);
+  messageDesc(file_headrace_v1_control_service, 34);
 
 /**
  * A server's phase.
