@@ -59,18 +59,16 @@ _DECODED = Lengths(prompt=4 * 32 + 1, output=24)
 _READY = "qwen3-0.6b"
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A figure of each turn of a case.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell(Case):
+    """A case, and a figure of each of its turns.
 
     Attributes:
-        case: the case; its name is that in the record.
         figure: which of a turn's results it is.
         aim: the target ratio; None if there is none.
         unit: its unit.
     """
 
-    case: Case
     figure: str = "output_rate"
     aim: float | None = None
     unit: str = "tok/s"
@@ -100,26 +98,24 @@ def groups(part: str) -> Iterator[Group]:
     for name, family in FAMILIES.get(part, {}).items():
         cells = [
             Cell(
-                Case(
-                    name=f"{name}, {requests}",
-                    meaning=family.about,
-                    lengths=[_DECODED] * requests,
-                    is_repeated=True,
-                ),
-                "decode_rate",
-                family.aim,
+                name=f"{name}, {requests}",
+                meaning=family.about,
+                lengths=[_DECODED] * requests,
+                is_repeated=True,
+                figure="decode_rate",
+                aim=family.aim,
             )
             for requests in (1, 16)
         ]
         yield Group(name, partial(_make_family, name, family), cells, ENGINES)
     if part == "shapes":
         for model, names in ((_READY, ("W1", "W3", "W4")), ("tiny", ("W1",))):
-            cells = [Cell(_workload(f"{model} {name}", name), aim=0.98) for name in names]
+            cells = [_workload(f"{model} {name}", name, 0.98) for name in names]
             yield Group(model, partial(find_model, model), cells, ENGINES)
     if part == "ready":
         lengths = [Lengths(128, 8)]
         cells = [
-            Cell(Case(name=name, meaning=meaning, lengths=lengths), name, unit=unit)
+            Cell(name=name, meaning=meaning, lengths=lengths, figure=name, unit=unit)
             for name, meaning, unit in (
                 ("start", "until it is ready", "s"),
                 ("most memory", "until it is ready", "MiB"),
@@ -130,16 +126,13 @@ def groups(part: str) -> Iterator[Group]:
         yield Group(_READY, partial(find_model, _READY), cells, servers)
     if part == "float32":
         adapters = {**ENGINES, LIBRARY: "transformers_batching"}
-        cells = [Cell(_workload("demo W2", "W2"), aim=2.5)]
+        cells = [_workload("demo W2", "W2", 2.5)]
         yield Group("demo", partial(find_model, "demo"), cells, adapters, "float32")
 
 
-def _workload(name: str, workload: str) -> Case:
-    return Case(
-        name=name,
-        meaning=WORKLOADS[workload].meaning,
-        lengths=WORKLOADS[workload].lengths(),
-    )
+def _workload(name: str, workload: str, aim: float) -> Cell:
+    found = WORKLOADS[workload]
+    return Cell(name=name, meaning=found.meaning, lengths=found.lengths(), aim=aim)
 
 
 def _make_family(name: str, family: Family, cache: Path) -> Path:
@@ -171,7 +164,7 @@ class Comparison:
             if self._time.is_over():
                 return False
             model = group.make(self._options.cache)
-            print(f"{part}: {model.name}, {cells[0].case.meaning}", flush=True)
+            print(f"{part}: {model.name}, {cells[0].meaning}", flush=True)
             try:
                 with self._bench(model, group) as bench:
                     if part == "ready":
@@ -186,14 +179,14 @@ class Comparison:
 
     def _run(self, bench: Bench, part: str, group: Group, cells: Sequence[Cell]) -> None:
         """Load systems on a model, and measure the cells in order."""
-        limits = limits_of([cell.case for cell in cells], ROOM)
+        limits = limits_of(cells, ROOM)
         for spec in self._specs(group):
             bench.start(spec, limits)
         for cell in cells:
-            found = Found.of(cell.case, [*group.adapters][::-1])
+            found = Found.of(cell, [*group.adapters][::-1])
             bench.measure(found, self._options.turns)
             if any(cell.figure not in turn for turns in found.turns.values() for turn in turns):
-                raise SystemFailure(f"{cell.case.name}: never did all requests decode at once")
+                raise SystemFailure(f"{cell.name}: never did all requests decode at once")
             turns = {
                 name: [turn[cell.figure] for turn in turns] for name, turns in found.turns.items()
             }
@@ -205,7 +198,7 @@ class Comparison:
         """
         machine = {**bench.rates(), "load_average": os.getloadavg()[0]}
         limits = limits_of([Case(name="ready", lengths=[Lengths(1024, 64)])], ROOM)
-        order = bench.order(group.cells[0].case, 1)
+        order = bench.order(group.cells[0], 1)
         specs = {spec.name: spec for spec in self._specs(group)}
         turns: list[dict[str, list[float]]] = [{} for _ in group.cells]
         for number, name in in_turns((BASELINE, OURS), self._options.turns):
@@ -262,7 +255,7 @@ class Comparison:
     def _has(self, part: str, cell: Cell) -> bool:
         """Whether a cell is in the record, with enough turns."""
         cases = self._record.data["cases"].get(part, {})
-        turns: dict[str, list[float]] = cases.get(cell.case.name, {}).get("turns", {})
+        turns: dict[str, list[float]] = cases.get(cell.name, {}).get("turns", {})
         return bool(turns) and min(map(len, turns.values())) >= self._options.turns
 
     def _add(
@@ -277,16 +270,16 @@ class Comparison:
         self._put(part, cell, unit=cell.unit, aim=cell.aim, turns=turns, machine=machine)
         for name, found in turns.items():
             middle = figure(statistics.median(found))
-            print(f"  {cell.case.name:16} {name:15} {middle} {cell.unit}", flush=True)
+            print(f"  {cell.name:16} {name:15} {middle} {cell.unit}", flush=True)
 
     def _fail(self, part: str, cell: Cell, failure: SystemFailure) -> None:
         """Record that a cell could not be measured."""
-        print(f"  {cell.case.name} is left out: {failure}", flush=True)
+        print(f"  {cell.name} is left out: {failure}", flush=True)
         self._put(part, cell, failure=str(failure).splitlines()[0])
 
     def _put(self, part: str, cell: Cell, **found: Any) -> None:
-        entry = {**self._stamp, "about": cell.case.meaning, **found}
-        self._record.put(entry, "cases", part, cell.case.name)
+        entry = {**self._stamp, "about": cell.meaning, **found}
+        self._record.put(entry, "cases", part, cell.name)
 
 
 def _environment(root: Path) -> dict[str, str]:

@@ -84,20 +84,15 @@ def checkpoint(name: str, cache: Path) -> Path:
     """Return the folder of a named checkpoint, which is made if it does not exist. A separate
     process makes it, because torch takes much memory.
     """
-    return made_once(
-        cache / "models" / name, "benchmarks.models", "make_model(sys.argv[2], folder)", name
-    )
+    return made_once(cache / "models" / name, "make_model(sys.argv[2], folder)", name)
 
 
-def made_once(
-    folder: Path, module: str, code: str, *words: str, seconds: float | None = None
-) -> Path:
+def made_once(folder: Path, code: str, *words: str, seconds: float | None = None) -> Path:
     """Return a folder, which a separate process makes if it has no checkpoint.
 
     Args:
         folder: where to.
-        module: the module whose names the code uses.
-        code: makes it in `folder`.
+        code: makes it in `folder`, by this module's names.
         words: the code's `sys.argv[2:]`.
         seconds: the longest that it may take; None for no limit.
 
@@ -110,7 +105,7 @@ def made_once(
         partial = folder.with_name(f"{folder.name}.partial")
         for path in (folder, partial):
             shutil.rmtree(path, ignore_errors=True)
-        program = f"import json, pathlib, sys; from {module} import *; "
+        program = "import json, pathlib, sys; from benchmarks.models import *; "
         program += f"folder = pathlib.Path(sys.argv[1]); {code}"
         command = [sys.executable, "-c", program, str(partial), *words]
         subprocess.run(command, cwd=_ROOT, check=True, timeout=seconds)
@@ -123,7 +118,7 @@ def make_random(folder: Path, model_type: str, settings: Mapping[str, Any]) -> P
     which is made if it does not exist. settings: of its config.
     """
     code = "write_random(sys.argv[2], json.loads(sys.argv[3]), folder)"
-    return made_once(folder, "benchmarks.models", code, model_type, json.dumps(settings))
+    return made_once(folder, code, model_type, json.dumps(settings))
 
 
 def write_random(model_type: str, settings: Mapping[str, Any], folder: Path) -> None:

@@ -271,11 +271,8 @@ class PacedEngine(ScriptedEngine):
             most = len(text)
         elif order := _ORDER.match(head):
             self._begun[order[1]] += 1
-            text, wait_s, every_s = (
-                f"{self._begun[order[1]] % 10}",
-                float(order[2]),
-                float(order[3]),
-            )
+            text = f"{self._begun[order[1]] % 10}"
+            wait_s, every_s = float(order[2]), float(order[3])
         else:
             text, most = ".", 1
         tokens = [TokenId(token) for token in self._tokenizer.encode(text)]

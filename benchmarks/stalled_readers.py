@@ -66,10 +66,7 @@ async def measure_live(server: Process, options: argparse.Namespace, seed: int) 
 async def stall(stack: AsyncExitStack, server: Process, count: int) -> None:
     """Open streams that are read once, each on a separate connection."""
     for _ in range(count):
-        client = headrace.AsyncClient(
-            server.address, rpc_timeout=None, channel_options=SMALL_WINDOW
-        )
-        await stack.enter_async_context(client)
+        client = await stack.enter_async_context(connect(server, options=SMALL_WINDOW))
         stream = await stack.enter_async_context(
             client.stream("Once upon a time", max_tokens=100_000, ignore_eos=True, logprobs=20)
         )

@@ -10,6 +10,7 @@ timed by events.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -43,20 +44,22 @@ class Machine:
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(order["threads"])
-        self._device = order.get("device", "cpu")
-        if self._device != "cpu":
+        device = order.get("device", "cpu")
+        if device != "cpu":
             torch.manual_seed(0)
             size, dtype = GPU_MATRIX, getattr(torch, order["dtype"])
             # Random numbers: a product of zeros runs faster.
-            self._block = torch.randint(
-                0, 256, (GPU_COPY_BYTES,), dtype=torch.uint8, device=self._device
-            )
-            self._target = torch.empty_like(self._block)
-            self._left = torch.randn(size, size, device=self._device).to(dtype)
-            self._right = torch.randn(size, size, device=self._device).to(dtype)
-            return {"settings": _about(self._device), "versions": _versions()}
-        self._block = torch.ones(READ_BYTES // 4)
-        self._reads: list[Callable[[], Any]] = [self._block.max, self._block.sum]
+            block = torch.randint(0, 256, (GPU_COPY_BYTES,), dtype=torch.uint8, device=device)
+            left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+            self._reads: list[Callable[[], Any]] = [
+                functools.partial(torch.empty_like(block).copy_, block)
+            ]
+            self._products = [functools.partial(torch.nn.functional.linear, left, right)]
+            self._seconds, self._bytes, self._flops = _event_s, 2 * GPU_COPY_BYTES, 2 * size**3
+            return {"settings": _about(device), "versions": _versions()}
+        self._seconds, self._bytes, self._flops = _best_s, READ_BYTES, 2 * math.prod(MATRIX)
+        block = torch.ones(READ_BYTES // 4)
+        self._reads = [block.max, block.sum]
         self._products = _products()
         if order.get("instructions"):
             limit(order["instructions"])
@@ -65,25 +68,15 @@ class Machine:
             self._products += _our_products()
             # One row reads all weights once.
             row = torch.ones(1, MATRIX[1])
-            self._reads.append(_ours(row, self._block.view(-1, MATRIX[1])))
+            self._reads.append(_ours(row, block.view(-1, MATRIX[1])))
         settings = {"name": "a CPU", "type": "cpu", "instructions": instructions}
         return {"settings": settings, "versions": _versions()}
 
     def run(self, turn: Turn) -> dict[str, float]:
-        if self._device != "cpu":
-            copy_s = _event_s(lambda: self._target.copy_(self._block))
-            return {
-                "bandwidth": 2 * GPU_COPY_BYTES / copy_s,
-                "matrix": 2 * GPU_MATRIX**3 / _event_s(self._multiply),
-            }
-        rows, depth, columns = MATRIX
         return {
-            "bandwidth": READ_BYTES / min(map(_best_s, self._reads)),
-            "matrix": 2 * rows * depth * columns / min(map(_best_s, self._products)),
+            "bandwidth": self._bytes / min(map(self._seconds, self._reads)),
+            "matrix": self._flops / min(map(self._seconds, self._products)),
         }
-
-    def _multiply(self) -> torch.Tensor:
-        return torch.nn.functional.linear(self._left, self._right)
 
 
 def _instructions() -> str | None:

@@ -318,7 +318,7 @@ def _checkpoint(session: Session) -> Path:
     code = "make_model(sys.argv[2], folder, device=sys.argv[3])"
     words = (session.model, session.device)
     try:
-        return made_once(folder, "benchmarks.models", code, *words, seconds=clock.left_s())
+        return made_once(folder, code, *words, seconds=clock.left_s())
     except subprocess.TimeoutExpired:
         raise OutOfTime("the checkpoint") from None
     except subprocess.CalledProcessError as error:

@@ -8,8 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,14 +100,13 @@ ENVOY = Program(
 PROGRAMS = (NGINX, HAPROXY, ENVOY)
 
 
-@contextmanager
 def proxy(
     program: Program,
     folder: Path,
     upstream: int,
     config: Path | None = None,
     changes: Mapping[str, str] | None = None,
-) -> Iterator[Process]:
+) -> AbstractContextManager[Process]:
     """Start a proxy in front of a server on a port of 127.0.0.1, and wait until it listens.
 
     Args:
@@ -140,5 +139,4 @@ def proxy(
         return False
 
     command = [program.path, *program.command(folder, written)]
-    with process(command, path, is_ready=listens, address=f"127.0.0.1:{port}") as started:
-        yield started
+    return process(command, path, is_ready=listens, address=f"127.0.0.1:{port}")

@@ -8,7 +8,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from benchmarks.proxies.calls import CALLS, LONG, SITUATIONS, Situation, Tried, 
 from benchmarks.proxies.running import NGINX, PROGRAMS, proxy
 from benchmarks.records import Record
 from benchmarks.rig.measurement import Measurement, option
-from benchmarks.rig.serving import scripted
+from benchmarks.rig.serving import Process, scripted
 
 STRAIGHT = "straight"
 PINGS_S = 60.0
@@ -55,11 +55,11 @@ def measure(options: argparse.Namespace, record: Record) -> None:
     situations = (*SITUATIONS, LONG) if options.long else SITUATIONS
     began = time.monotonic()
     with ExitStack() as stack:
-        address = stack.enter_context(server(PINGS_S))
-        ways = [Way(STRAIGHT, int(address.rpartition(":")[2]), address)]
+        calm = stack.enter_context(server(PINGS_S))
+        ways = [Way(STRAIGHT, calm.port, calm.address)]
         for program in programs:
             for kind, config in ((DEFAULTS, program.defaults), (RECIPE, program.recipe)):
-                ways.append(stack.enter_context(way(f"{program.name}, {kind}", address, config)))
+                ways.append(stack.enter_context(way(f"{program.name}, {kind}", calm, config)))
         if NGINX in programs:
             often = stack.enter_context(server(OFTEN_S))
             ways.append(stack.enter_context(way(PINGED, often, NGINX.defaults)))
@@ -76,36 +76,31 @@ def measure(options: argparse.Namespace, record: Record) -> None:
         raise SystemFailure("\n".join(["not whole:", *wrong]))
 
 
-@contextmanager
-def server(pings_s: float) -> Iterator[str]:
-    """Run the server behind the proxies and yield its address.
-
-    Args:
-        pings_s: after how many seconds it pings a silent connection.
+def server(pings_s: float) -> AbstractContextManager[Process]:
+    """Run the server behind the proxies. pings_s: after how many seconds it pings a silent
+    connection.
     """
-    with scripted("paced", pings_s, on_socket=False) as started:
-        yield started.address
+    return scripted("paced", pings_s, on_socket=False)
 
 
 @contextmanager
 def way(
-    name: str, address: str, config: Path, changes: Mapping[str, str] | None = None
+    name: str, server: Process, config: Path, changes: Mapping[str, str] | None = None
 ) -> Iterator[Way]:
     """Run a proxy in front of a server.
 
     Args:
         name: the way's name, which begins with the program's.
-        address: the server's address.
+        server: the server.
         config: the proxy's configuration.
         changes: see `proxy`.
     """
     [program] = [one for one in PROGRAMS if one.name == name.partition(",")[0]]
-    upstream = int(address.rpartition(":")[2])
     with (
         tempfile.TemporaryDirectory(prefix="headrace-proxy-") as folder,
-        proxy(program, Path(folder), upstream, config, changes) as started,
+        proxy(program, Path(folder), server.port, config, changes) as started,
     ):
-        yield Way(name, started.port, address)
+        yield Way(name, started.port, server.address)
 
 
 async def everything(ways: Sequence[Way], situations: Sequence[Situation]) -> list[Tried]:

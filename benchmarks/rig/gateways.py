@@ -6,8 +6,8 @@ import contextlib
 import http.client
 import json
 import signal
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,13 @@ def stream_chat(port: int, body: Mapping[str, Any]) -> Generator[bytes, None, No
         yield from answer
 
 
-@contextmanager
 def door(
     target: str,
     log: Path,
     *flags: str,
     environment: Mapping[str, str] | None = None,
     ending: signal.Signals = signal.SIGTERM,
-) -> Iterator[Process]:
+) -> AbstractContextManager[Process]:
     """Run `headrace openai` in front of a server during the block.
 
     Args:
@@ -49,21 +48,19 @@ def door(
     """
     address = f"127.0.0.1:{free_port()}"
     words = [str(BIN / "headrace"), "--target", target, "openai", "--listen", address, *flags]
-    with process(
+    return process(
         words,
         log,
         is_ready=lambda said: "ready: " in said,
         address=address,
         environment=environment,
         ending=ending,
-    ) as started:
-        yield started
+    )
 
 
-@contextmanager
 def smg(
     targets: Sequence[str], model: str, log: Path, *flags: str, command: Path = BIN / "smg"
-) -> Iterator[Process]:
+) -> AbstractContextManager[Process]:
     """Run smg during the block, from when a chat has come to its end. Its address has the port.
 
     Args:
@@ -86,8 +83,7 @@ def smg(
         return False
 
     address = f"127.0.0.1:{port}"
-    with process(words, log, is_ready=is_ready, address=address, ending=signal.SIGKILL) as started:
-        yield started
+    return process(words, log, is_ready=is_ready, address=address, ending=signal.SIGKILL)
 
 
 def with_template(model: Path, template: str, folder: Path) -> Path:

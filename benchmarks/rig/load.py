@@ -34,10 +34,12 @@ from benchmarks.rig.serving import WAIT_S, Process
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
-def connect(server: Process, token: str | None = None) -> headrace.AsyncClient:
-    """Return a client with a connection of its own. token: the caller's."""
+def connect(
+    server: Process, token: str | None = None, options: Sequence[tuple[str, int]] = OWN_CONNECTION
+) -> headrace.AsyncClient:
+    """Return a client with a connection of its own. token: the caller's. options: the channel's."""
     return headrace.AsyncClient(
-        server.address, token=token, rpc_timeout=None, channel_options=OWN_CONNECTION
+        server.address, token=token, rpc_timeout=None, channel_options=options
     )
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,7 +150,6 @@ def process(
             popen.wait()
 
 
-@contextmanager
 def serve(
     *flags: str,
     model: str | Path = DEMO,
@@ -158,7 +157,7 @@ def serve(
     environment: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
     instructions: str | None = None,
-) -> Iterator[Process]:
+) -> AbstractContextManager[Process]:
     """Run `headrace-server serve` during the block, from when it has loaded its model.
 
     Args:
@@ -179,8 +178,7 @@ def serve(
         environment = {**(environment or os.environ), **ENVIRONMENTS[instructions]}
         flags = (*flags, "--in-process")
     command = (*prefix, python, option, program, "serve", "--model", str(model), *flags)
-    with _listening(command, on_socket=on_socket, environment=environment) as found:
-        yield found
+    return _listening(command, on_socket=on_socket, environment=environment)
 
 
 def flags_of(options: argparse.Namespace, *more: str) -> tuple[str, ...]:
@@ -191,10 +189,9 @@ def flags_of(options: argparse.Namespace, *more: str) -> tuple[str, ...]:
     return (*flags, "--log-level", "warning", *more)
 
 
-@contextmanager
 def scripted(
     script: str, *options: object, on_socket: bool = True, prefix: Sequence[str] = ()
-) -> Iterator[Process]:
+) -> AbstractContextManager[Process]:
     """Run a server whose engine computes nothing (`benchmarks.scripted_engine`) during the block.
 
     Args:
@@ -203,8 +200,7 @@ def scripted(
         on_socket, prefix: as in `serve`.
     """
     command = (*prefix, sys.executable, "-m", "benchmarks.scripted_engine", script)
-    with _listening((*command, *map(str, options)), on_socket=on_socket) as found:
-        yield found
+    return _listening((*command, *map(str, options)), on_socket=on_socket)
 
 
 @contextmanager

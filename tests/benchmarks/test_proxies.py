@@ -22,6 +22,7 @@ from benchmarks.proxies.trying import (
     server,
     way,
 )
+from benchmarks.rig.serving import Process
 
 EACH = [
     pytest.param(
@@ -37,27 +38,27 @@ SHORT = {NGINX.name: {"1h": "1s"}, HAPROXY.name: {"1h": "1s"}, ENVOY.name: {"0s"
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def upstream() -> Iterator[Process]:
     with server(PINGS_S) as found:
         yield found
 
 
 async def through(
     program: Program,
-    address: str,
+    upstream: Process,
     situations: Sequence[Situation],
     changes: Mapping[str, str] | None = None,
 ) -> list[Tried]:
     """All of it through a proxy of deploy/."""
     # Its name is in the requests' keys, by which the server, which all tests have, counts.
     name = f"{program.name}, {'short' if changes else 'deploy'}"
-    with way(name, address, program.recipe, changes) as found:
+    with way(name, upstream, program.recipe, changes) as found:
         return await everything([found], situations)
 
 
 @pytest.mark.parametrize("program", EACH)
 async def test_through_the_configurations_of_deploy_every_call_is_whole(
-    program: Program, address: str
+    program: Program, upstream: Process
 ) -> None:
     few = ("Generate", "session", "session with a lease")
     situations = (
@@ -65,16 +66,18 @@ async def test_through_the_configurations_of_deploy_every_call_is_whole(
         Situation(name="idle", idle_s=0.3, calls=few[1:]),
         replace(LARGE, calls=few),
     )
-    rows = await through(program, address, situations)
+    rows = await through(program, upstream, situations)
     assert [row for row in rows if not row.whole] == []
     assert len(rows) == len(CALLS) + 2 + 3
 
 
 @pytest.mark.parametrize("program", EACH)
-async def test_a_silence_beyond_a_proxy_s_timeout_is_found(program: Program, address: str) -> None:
+async def test_a_silence_beyond_a_proxy_s_timeout_is_found(
+    program: Program, upstream: Process
+) -> None:
     calls = ("GenerateStream", "session with a lease")
     silence = Situation(name="waits", wait_s=3.0, calls=calls)
-    rows = await through(program, address, (silence,), SHORT[program.name])
+    rows = await through(program, upstream, (silence,), SHORT[program.name])
     cut, leased = rows
     assert not cut.whole
     assert cut.error
@@ -85,8 +88,8 @@ async def test_a_silence_beyond_a_proxy_s_timeout_is_found(program: Program, add
 
 
 @pytest.mark.skipif(NGINX.path is None, reason=NGINX.missing)
-async def test_nginx_refuses_large_requests_at_its_defaults(address: str) -> None:
-    with way("nginx, defaults", address, NGINX.defaults) as found:
+async def test_nginx_refuses_large_requests_at_its_defaults(upstream: Process) -> None:
+    with way("nginx, defaults", upstream, NGINX.defaults) as found:
         rows = await everything([found], (replace(LARGE, calls=("Generate", "session")),))
     single, session = rows
     assert (single.whole, single.tries) == (False, 0)
