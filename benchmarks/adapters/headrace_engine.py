@@ -9,6 +9,7 @@ another form, and "loras", how many LoRA adapters there are: requests take them 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import sys
 import time
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 class HeadraceEngine:
     """The engine through the offline API's manager."""
 
+    _loras: tuple[str, ...] = ()
+    """The adapters that requests name."""
+
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr)
         if order.get("instructions"):
@@ -45,7 +49,7 @@ class HeadraceEngine:
         limits, options = order["limits"], dict(order["options"])
         order["model"] = options.pop("model", order["model"])
         loras = adapter_folders(Path(order["model"]), order["cache"], options.pop("loras", 0))
-        self._loras = list(loras)
+        self._loras = tuple(loras)
         if loras:
             options["adapters"] = tuple(f"{name}={folder}" for name, folder in loras.items())
         loading = {
@@ -79,11 +83,10 @@ class HeadraceEngine:
         }
 
     def run(self, turn: Turn) -> dict[str, Any] | None:
+        for request, name in zip(turn.requests, itertools.cycle(self._loras), strict=False):
+            request["sampling"] = {**(request.get("sampling") or {}), "adapter": name}
         if turn.profile_steps:
             return self._profile(turn)
-        for index, request in enumerate(turn.requests if self._loras else ()):
-            name = self._loras[index % len(self._loras)]
-            request["sampling"] = {**(request.get("sampling") or {}), "adapter": name}
         serve_turn(self._manager, turn)
         return None
 
