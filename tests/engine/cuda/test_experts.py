@@ -125,6 +125,6 @@ def test_steps_of_an_engine_are_captured(
 
 @pytest.mark.usefixtures("_theirs")
 def test_with_transformers_experts_none_is() -> None:
-    with steps.engine(steps.verified("mixtral"), properties=AMPERE) as rig:
+    with steps.engine(steps.verified("mixtral"), properties=AMPERE, decoder="transformers") as rig:
         assert rig.capture.captured == 0
         assert any("_grouped_mm" in fault for fault in rig.watch.faults)
