@@ -46,7 +46,7 @@ def witnessed(
             server.target,
             server.pids,
             health_target=server.health_target,
-            token_file=server.token_file(WITNESS),
+            token=server.token(WITNESS),
             tokens=tokens,
         ) as witness,
     ):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -31,22 +30,24 @@ from tests.campaign.hostile.inputs.requests import answered
 from tests.campaign.hostile.inputs.strangers import CHECK
 from tests.campaign.hostile.long_model import write_tokenizer
 from tests.campaign.hostile.part import Attacks
-from tests.campaign.hostile.sending import GENERATION, HEALTH, MODEL, Card, Sender, fits
+from tests.campaign.hostile.sending import GENERATION, HEALTH, MODEL, Sender, fits
 from tests.campaign.hostile.server import Server
 from tests.campaign.parts import Course, Tried
 from tests.campaign.witness.report import Memory, Report, Waits
 from tests.service.helpers import DEADLINE_S, serving, until
 from tests.service.methods import METHODS
 
-CARD = Card(
-    context=2048,
-    vocabulary=258,
-    limit=64 << 10,
-    choices=16,
-    logprobs=20,
-    logit_bias=1024,
-    stop_strings=16,
-    stop_string_bytes=256,
+CARD = model.ModelCard(
+    vocab_size=258,
+    limits={
+        "max_context_tokens": 2048,
+        "max_message_bytes": 64 << 10,
+        "max_choices": 16,
+        "max_logprobs": 20,
+        "max_logit_bias": 1024,
+        "max_stop_strings": 16,
+        "max_stop_string_bytes": 256,
+    },
 )
 RAW = {
     one.name
@@ -120,10 +121,10 @@ async def sent_by(name: str) -> list[tuple[str, bytes]]:
 @pytest.mark.parametrize("name", sorted(set(INPUTS) - RAW - {"lost-leases"}))
 async def test_what_is_sent_is_what_the_contract_reads(name: str) -> None:
     """But for what is meant to be malformed; and no message lies within 1 KiB beyond the bound."""
-    sent = await sent_by(name)
+    sent, most = await sent_by(name), CARD.limits.max_message_bytes
     assert sent
     for method, raw in sent:
-        assert not CARD.limit < len(raw) < CARD.limit + 1024
+        assert not most < len(raw) < most + 1024
         if method in METHODS and name not in ("malformed", "gzip-bombs"):
             message = METHODS[method][0].FromString(raw)
             if "unknown" not in name and raw:
@@ -204,19 +205,13 @@ async def test_http2_by_hand() -> None:
 )
 async def test_an_attack_tells_what_was_answered(name: str) -> None:
     async with serving() as h:
-        load = {
-            "input": name,
-            "target": h.server.addresses[0],
-            "tls_target": "",
-            "token": "t",
-            "operator": "o",
-            "card": dataclasses.asdict(CARD),
-            "seed": "1/one",
-        }
+        target = h.server.addresses[0]
         async with asyncio.timeout(DEADLINE_S):
-            done = await attack(load, 0.3)
-    assert sum(done["answers"].values()) > 0
-    assert done["connections"] > 0
+            answers, connections = await attack(
+                name, 0.3, target=target, card=CARD, token="t", operator="o", seed="1/one"
+            )
+    assert sum(answers.values()) > 0
+    assert connections > 0
 
 
 async def test_answers_are_told_apart() -> None:
@@ -373,17 +368,12 @@ def no_server(*options: str, **_: Any) -> Iterator[tuple[Any, Any]]:
     yield server, SimpleNamespace(begin=lambda: None, report=lambda: seen())
 
 
-@contextmanager
-def no_attacker(folder: Path) -> Iterator[None]:
-    yield None
-
-
 def tried(
     runs: list[judging.Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **more: Any
 ) -> list[Tried]:
     """What the part records of so many runs."""
     monkeypatch.setattr(part, "witnessed", no_server)
-    monkeypatch.setattr(part, "_attacker", no_attacker)
+    monkeypatch.setattr(part, "low_priority", nullcontext)
     monkeypatch.setattr(part, "look", lambda witness, seconds: seen())
     monkeypatch.setattr(part, "Attacks", Scripted)
     monkeypatch.setattr(part, "MODELS", {"demo": Path})
@@ -474,7 +464,7 @@ async def test_each_case_is_answered_as_it_tells(tmp_path: Path) -> None:
     """Those that are single messages, on the demo model: each reaches the field that it is for."""
     wrong, asked = [], set[tuple[str, bytes]]()
     with closing(Server(DEMO, tmp_path, more=CHATS.options)) as server:
-        async with server.sender(seed="1") as s:
+        async with server.sender("1") as s:
             for one in INPUTS.values():
                 for number, case in enumerate(one.cases if "demo" in one.models else ()):
                     raw = case.message(s).SerializeToString()

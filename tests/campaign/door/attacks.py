@@ -1,9 +1,4 @@
-"""Attacks on the HTTP door (`headrace openai`), the door's process, and a well-behaved HTTP caller.
-
-    python -m tests.campaign.door.attacks NAME PORT SECONDS TOKEN
-
-runs one attack at low priority and prints a tally of the answers as JSON.
-"""
+"""Attacks on the HTTP door (`headrace openai`), its process, and an HTTP caller who behaves."""
 
 from __future__ import annotations
 
@@ -12,14 +7,10 @@ import contextlib
 import http.client
 import itertools
 import json
-import os
 import random
-import resource
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -29,12 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import ROOT, SystemFailure
 from benchmarks.rig.gateways import door
 from benchmarks.rig.serving import Process
+from tests.campaign.low_priority import low_priority
 from tests.service.real_server import clean_environment
 
-NICENESS = 10
 PATIENCE_S = 10.0
 """How long an attacker waits for an answer."""
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}]}
@@ -364,26 +354,12 @@ ATTACKS: dict[str, Attack] = {
 
 
 def attacked(name: str, port: int, seconds: float, token: str) -> dict[str, int]:
-    """Run an attack in a separate process and return its tally of answers. Raises SystemFailure."""
-    command = [sys.executable, "-m", "tests.campaign.door.attacks", name]
-    command += [str(port), str(seconds), token]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemFailure(f"the attack {name} failed:\n{done.stderr[-2000:]}")
-    found: dict[str, int] = json.loads(done.stdout)
-    return found
+    """Run an attack in a separate process and return its tally of answers."""
+    with low_priority() as process:
+        return process.apply(_attack, (name, port, seconds, token))
 
 
-def main() -> None:
-    """Run the attack named on the command line."""
-    os.nice(NICENESS)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    name, port, seconds, token = sys.argv[1:]
-    at = Attacker(int(port), token, time.monotonic() + float(seconds))
+def _attack(name: str, port: int, seconds: float, token: str) -> dict[str, int]:
+    at = Attacker(port, token, time.monotonic() + seconds)
     asyncio.run(ATTACKS[name](at))
-    print(json.dumps(at.answers))
-
-
-if __name__ == "__main__":
-    main()
+    return dict(at.answers)

@@ -5,7 +5,7 @@ part
   ├── door       headrace openai, in front of it
   ├── witness    tests.campaign.witness: a caller of the server itself
   ├── neighbour  a caller of the door, by streams
-  └── attacker   tests.campaign.hostile.door, a process for each attack
+  └── attacker   one of `attacks`, a process for each
 """
 
 from __future__ import annotations

@@ -13,19 +13,18 @@ criterion (`judging`).
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.pool import Pool
 from pathlib import Path
 
 import grpc
 
 from benchmarks.models import DEMO
-from benchmarks.processes import System
 from tests.campaign.calm import allowed_s, look, told_ms, witnessed
+from tests.campaign.hostile.attacker import attacked
 from tests.campaign.hostile.inputs import CHATS, GROUPS, Group, Input
 from tests.campaign.hostile.judging import (
     ENGINE,
@@ -35,7 +34,8 @@ from tests.campaign.hostile.judging import (
     why_discarded,
 )
 from tests.campaign.hostile.long_model import long_model
-from tests.campaign.hostile.server import ATTACKER, OPERATOR, Server
+from tests.campaign.hostile.server import Server
+from tests.campaign.low_priority import low_priority
 from tests.campaign.parts import Course, Part, Tried, some
 from tests.campaign.witness.process import Witness
 from tests.campaign.witness.report import Report
@@ -93,7 +93,7 @@ class _Place:
 
     server: Server
     witness: Witness
-    attacker: System
+    attacker: Pool
     first: Mapping[str, int]
     highest: dict[str, int] = field(default_factory=dict)
 
@@ -134,7 +134,7 @@ class Attacks:
         """Run the inputs of a group. A new server replaces one that is lost.
 
         Raises:
-            SystemFailure: a server did not start, or an attacker failed by itself.
+            SystemFailure: a server did not start.
             WitnessError: the server cannot be witnessed.
         """
         todo = inputs
@@ -148,7 +148,7 @@ class Attacks:
                 server,
                 witness,
             ),
-            _attacker(self._course.folder) as attacker,
+            low_priority() as attacker,
         ):
             first = {key: memory.now for key, memory in witness.report().memory.items()}
             place = _Place(server, witness, attacker, first, dict(first))
@@ -180,21 +180,12 @@ class Attacks:
     def _once(self, one: Input, place: _Place, calm: Report) -> Run:
         server, witness = place.server, place.witness
         before, said = server.pids, server.log_bytes()
-        order = {
-            "input": one.name,
-            "target": server.target,
-            "tls_target": server.tls_target,
-            "token": server.token(ATTACKER),
-            "operator": server.token(OPERATOR),
-            "card": asdict(server.card),
-            "seed": f"{self._course.seed}/{one.name}",
-        }
         seconds = one.seconds or self._course.seconds
         seconds = seconds or self._course.either(SECONDS, CUT_SECONDS)
-        place.attacker.load(order, PATIENCE_S)
+        sender = server.attacker(f"{self._course.seed}/{one.name}")
         witness.begin()
-        done = place.attacker.run({"seconds": seconds}, seconds + PATIENCE_S)
-        place.attacker.wake()
+        sending = place.attacker.apply_async(attacked, (one.name, seconds), sender)
+        answers, connections = sending.get(seconds + PATIENCE_S)
         time.sleep(AFTER_S)
         seen = witness.report()
         died = "" if server.pids == before else "the engine" if server.is_alive else "the server"
@@ -207,22 +198,12 @@ class Attacks:
             first=place.first,
             highest=highest,
             cache_bytes=server.cache_bytes,
-            answers=done["answers"],
-            connections=done["connections"],
+            answers=answers,
+            connections=connections,
             secrets=tuple(server.told_secrets(said)),
             died=died,
             recovered_s=None if died else _recovered(server, witness, calm),
         )
-
-
-@contextmanager
-def _attacker(folder: Path) -> Iterator[System]:
-    module, log = "tests.campaign.hostile.attacker", folder / "attacker.log"
-    system = System("attacker", module, sys.executable, log, {})
-    try:
-        yield system
-    finally:
-        system.end(5.0)
 
 
 def _recovered(server: Server, witness: Witness, calm: Report) -> float | None:

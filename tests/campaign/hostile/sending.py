@@ -8,13 +8,13 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import grpc
 from google.rpc import code_pb2, status_pb2
 from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1.model_service_pb2 import ModelCard
 
 from service.convert.inputs import MIN_MOST_TEXT_BYTES, TEXT_BYTES_OF_TOKEN
 from service.servicers.model_servicer import MIN_MOST_TOKENS
@@ -51,26 +51,6 @@ GZIP_BYTES = 64 << 10
 _INDEX = re.compile(r"\[\d+\]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """What an attacker knows of the server.
-
-    Attributes:
-        context, vocabulary: sizes in tokens.
-        limit: the largest message that the server accepts, in bytes.
-        choices, logprobs, logit_bias, stop_strings, stop_string_bytes: the limits of one request.
-    """
-
-    context: int
-    vocabulary: int
-    limit: int
-    choices: int
-    logprobs: int
-    logit_bias: int
-    stop_strings: int
-    stop_string_bytes: int
-
-
 class Sender:
     """One attacker's connections and its tally of answers.
 
@@ -79,7 +59,7 @@ class Sender:
         tls_target: the server's TCP address with TLS; empty if it has none.
         token: the attacker's token; empty for a stranger.
         operator: a token that may call ControlService.
-        card: the server's limits.
+        card: the model's card, and `limits`, the server's limits on it.
         source: the random generator for everything that is drawn.
         tally: the number of calls by answer.
         connections: the number of connections opened.
@@ -89,7 +69,7 @@ class Sender:
     def __init__(
         self,
         target: str,
-        card: Card,
+        card: ModelCard,
         *,
         token: str = "",
         operator: str = "",
@@ -101,6 +81,7 @@ class Sender:
         self.token = token
         self.operator = operator
         self.card = card
+        self.limits = card.limits
         self.source = random.Random(seed)
         self.tally: Counter[str] = Counter()
         self.connections = 0
@@ -110,12 +91,12 @@ class Sender:
     @property
     def below(self) -> int:
         """A payload size that keeps a message just below the server's size limit."""
-        return self.card.limit - (4 << 10)
+        return self.limits.max_message_bytes - (4 << 10)
 
     @property
     def above(self) -> int:
         """A payload size far above the server's size limit."""
-        return min(4 * self.card.limit, self.card.limit + (4 << 20))
+        return min(4 * self.limits.max_message_bytes, self.limits.max_message_bytes + (4 << 20))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -127,12 +108,15 @@ class Sender:
         """The length in bytes of the longest text that the server accepts within the message size
         limit.
         """
-        return min(self.below, max(MIN_MOST_TEXT_BYTES, TEXT_BYTES_OF_TOKEN * self.card.context))
+        return min(
+            self.below,
+            max(MIN_MOST_TEXT_BYTES, TEXT_BYTES_OF_TOKEN * self.limits.max_context_tokens),
+        )
 
     @property
     def most_ids(self) -> int:
         """The most ids that the server detokenizes within the message size limit."""
-        return min(self.below // 3, max(MIN_MOST_TOKENS, self.card.context))
+        return min(self.below // 3, max(MIN_MOST_TOKENS, self.limits.max_context_tokens))
 
     def connect(self, *more: tuple[str, int], certificate: bytes | None = None) -> grpc.aio.Channel:
         """Return a new channel. It connects on first use and stays open until `close`.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from benchmarks.measures import quantile
 
@@ -108,20 +107,6 @@ class Report:
             f"the witness: {self.wrong_tokens} wrong and {self.lost_tokens} lost tokens, "
             f"{self.not_serving} times not SERVING"
         ]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON-serializable dictionary."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(found: Mapping[str, Any]) -> Report:
-        """Restore a report from the result of `as_json`."""
-        waits = {
-            name: Waits(**found[name])
-            for name in ("gaps", "first_tokens", "tokenize", "health", "lag")
-        }
-        memory = {name: Memory(**one) for name, one in found["memory"].items()}
-        return Report(**{**found, **waits, "memory": memory})
 
 
 class Timer:

@@ -225,7 +225,7 @@ def banned_ids(s: Sender) -> Iterable[Call]:
 @MESSAGES.repeats(answers=invalid("spec.sampling.allowed_token_ids"))
 def allowed_ids(s: Sender) -> Iterable[Call]:
     """As many allowed ids as fit."""
-    ids = wire.packed(range(min(min(262_144, s.below) // 3, s.card.vocabulary)))
+    ids = wire.packed(range(min(min(262_144, s.below) // 3, s.card.vocab_size)))
     twice = _with_ids("allowed_token_ids", ids * 2)
     yield Call(GENERATE, wire.inside(rpc.GenerateRequest, "spec", twice))
     yield Call(SESSION, wire.inside(rpc.StreamResultRequest, "add.spec", twice))

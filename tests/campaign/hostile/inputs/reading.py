@@ -72,7 +72,7 @@ async def read_again(s: Sender) -> None:
         **SPEC,
         "request_id": name,
         "stop": {"max_tokens": 200, "ignore_eos": True},
-        "output": {"logprobs": s.card.logprobs},
+        "output": {"logprobs": s.limits.max_logprobs},
     }
     added = rpc.AddRequestRequest(spec=spec).SerializeToString()
     question = rpc.GetResultRequest(request_id=name, until_done=True, wait={"seconds": 60})

@@ -28,7 +28,7 @@ STRUCTURED = Group("structured output")
 @STRUCTURED.repeats(3, answers=invalid("spec.structured_output.grammar"))
 def slow_grammar(s: Sender) -> Iterable[Call]:
     """A grammar of 75 bytes, read in very many ways, 16 choices, three at once."""
-    return _forms(GRAMMAR, SLOW, n=min(16, s.card.choices))
+    return _forms(GRAMMAR, SLOW, n=min(16, s.limits.max_choices))
 
 
 @STRUCTURED.repeats()

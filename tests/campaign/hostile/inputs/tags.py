@@ -136,7 +136,7 @@ STRUCTURED.tries(
             stop={"max_tokens": 12},
             sampling={"temperature": 2.0},
             structured_output={"json_object": {}, "flexible_whitespace": blanks},
-            n=lambda s: s.card.choices,
+            n=lambda s: s.limits.max_choices,
         )
         for blanks in (True, False)
     ),

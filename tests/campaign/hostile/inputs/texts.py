@@ -81,7 +81,7 @@ def token_details(s: Sender) -> Iterable[Call]:
 @TEXTS.repeats(4, answers=(OK,))
 def detokenize(s: Sender) -> Iterable[Call]:
     """Detokenize of the longest lists of ids, four at once."""
-    many = s.card.vocabulary
+    many = s.card.vocab_size
     ids = b"".join(wire.varint(7 + 37 * number % (many - 7)) for number in range(s.most_ids))
     for raw in (ids, b"\x05" * s.most_ids, b"\x05" * s.below, b"\x05" * s.above):
         yield Call(DETOKENIZE, wire.inside(model.DetokenizeRequest, "token_ids", raw))
