@@ -1,6 +1,6 @@
 """This checkout beside an older one, turn by turn: what our own decoder gives and costs.
 
-    python -m benchmarks.decoder --baseline DIRECTORY --part families --minutes 8
+    python -m benchmarks decoder --baseline DIRECTORY --part families --minutes 8
 
     families, experts, more, recurrent
                               steps that decode 1 and 16 requests, by family (`decoder_shapes`)
@@ -402,8 +402,6 @@ def _pair(case: Mapping[str, Any] | None, system: str, reference: str) -> tuple[
 
 
 MEASUREMENT = Measurement(
-    name="decoder",
-    about=__doc__,
     measure=measure,
     render=render,
     options=(
@@ -416,6 +414,3 @@ MEASUREMENT = Measurement(
         *(THREADS, MODELS),
     ),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -1,4 +1,4 @@
-"""What a caller gets beside another's backlog: `python -m benchmarks.fairness`, about ten minutes.
+"""What a caller gets beside another's backlog: `python -m benchmarks fairness`, about ten minutes.
 
     first    one caller keeps a backlog of requests of 128 tokens; another repeatedly asks for
              something short. Its time to the first token, at its client, over gRPC, is measured in
@@ -310,8 +310,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="fairness",
-    about=__doc__,
     measure=measure,
     table=table,
     options=(
@@ -336,6 +334,3 @@ MEASUREMENT = Measurement(
         **{"turns": 1, "turn_seconds": 1.0, "seconds": 1.0},
     },
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -213,13 +213,7 @@ def render(record: Mapping[str, Any], name: str) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="first-try",
-    file="first_try.json",
-    about=__doc__,
     measure=measure,
     render=render,
     options=(option("runs", 3), option("again", 3, "starts after each fresh one")),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -103,8 +103,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="front_end_cost",
-    about=__doc__,
     measure=measure,
     options=(
         option("requests", 64, "on one session"),
@@ -116,6 +114,3 @@ MEASUREMENT = Measurement(
     ),
     is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -1,4 +1,4 @@
-"""Headrace behind smg, by OpenAI's client: `python -m benchmarks.gateway --output FILE`.
+"""Headrace behind smg, by OpenAI's client: `python -m benchmarks gateway --output FILE`.
 
 It needs the extra `gateway`, `smg` and `openai` in this environment. It runs the demo model in
 three parts:
@@ -411,8 +411,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="gateway",
-    about=__doc__,
     measure=measure,
     options=(
         option("count", 200, "chats in the part with a kill"),
@@ -423,6 +421,3 @@ MEASUREMENT = Measurement(
     packages=("smg", "smg-grpc-proto", "openai"),
     is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -1,6 +1,6 @@
 """What streams that are held to tool calls cost the others of their batch.
 
-    python -m benchmarks.held_calls
+    python -m benchmarks held_calls
 
 A batch has 128 streams. In one variant all of them are free; in the other, half of them are
 constrained to tool calls (tool_choice REQUIRED, in the Hermes format). The steps of both are timed
@@ -149,12 +149,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="held_calls",
-    about=__doc__,
     measure=measure,
     table=table,
     options=(NAMED_MODEL, DTYPE, THREADS, MODELS, option("turns", 5, "pairs that count")),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -1,8 +1,8 @@
 """Linear layers of a Qwen3-0.6B shape alone: torch's own, oneDNN's packing and our kernels, by type
 and by number of rows, in turns.
 
-    python -m benchmarks.linear_layers --rows 1,16,512 --types bfloat16,int4-128 --seconds 10
-    python -m benchmarks.linear_layers --variant avx2   # our kernels for another instruction set
+    python -m benchmarks linear_layers --rows 1,16,512 --types bfloat16,int4-128 --seconds 10
+    python -m benchmarks linear_layers --variant avx2   # our kernels for another instruction set
 
 Every layer has separate weights, so that they come from memory as in a model. The best time of each
 layer counts, which is what a quiet machine would reach. The median over passes shows how quiet the
@@ -184,8 +184,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="linear_layers",
-    about=__doc__,
     measure=measure,
     options=(
         option("rows", "1,4,16,32,128,512"),
@@ -197,6 +195,3 @@ MEASUREMENT = Measurement(
     ),
     is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -1,6 +1,6 @@
 """The time in which a loaded model takes new weights, beside that of loading it.
 
-    python -m benchmarks.new_weights --shape qwen3-0.6b --turns 5 --packings bfloat16,int8
+    python -m benchmarks new_weights --shape qwen3-0.6b --turns 5 --packings bfloat16,int8
 
 For each packing: seconds of `engine.load`, of `load_weights` with those of a model in memory, of
 `load_state_dict`, and of the look for changes at the start of a manager. All turns are printed.
@@ -46,8 +46,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="new_weights",
-    about=__doc__,
     measure=measure,
     options=(
         option("shape", "qwen3-0.6b", choices=sorted(SHAPES)),
@@ -56,6 +54,3 @@ MEASUREMENT = Measurement(
     ),
     is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -227,8 +227,6 @@ def summary(turns: Turns) -> dict[str, float]:
 
 
 MEASUREMENT = Measurement(
-    name="openai_cost",
-    about=__doc__,
     measure=measure,
     table=table,
     options=(
@@ -242,6 +240,3 @@ MEASUREMENT = Measurement(
     ),
     is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

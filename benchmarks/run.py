@@ -403,8 +403,6 @@ def _load(name: str) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="run",
-    about=__doc__,
     measure=measure,
     render=render,
     options=(

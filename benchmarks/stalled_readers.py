@@ -124,8 +124,6 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="stalled_readers",
-    about=__doc__,
     measure=measure,
     table=table,
     options=(
@@ -138,6 +136,3 @@ MEASUREMENT = Measurement(
         option("repeats", 4, "turns that count"),
     ),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

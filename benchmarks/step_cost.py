@@ -1,6 +1,6 @@
 """What a decode step costs besides the model's forward pass: the engine's own part of it.
 
-    python -m benchmarks.step_cost --model $(python -m benchmarks model tiny) --requests 16
+    python -m benchmarks step_cost --model $(python -m benchmarks model tiny) --requests 16
 
 The engine runs in this thread, one step after the other. The duration of the model's forward pass
 is the model's time; the rest is the engine's: scheduling, laying the step out, block tables,
@@ -70,8 +70,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="step_cost",
-    about=__doc__,
     measure=measure,
     options=(
         *(MODEL, DTYPE),
@@ -82,6 +80,3 @@ MEASUREMENT = Measurement(
     ),
     is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

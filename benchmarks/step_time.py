@@ -1,6 +1,6 @@
 """What a target step time costs and gives: steadier streams, for prompts that take longer.
 
-    python -m benchmarks.step_time --model qwen3-0.6b
+    python -m benchmarks step_time --model qwen3-0.6b
 
     W2      32 mixed requests at once, with the default target, with none, and with others (a
             curve): throughput, time to the first token, gaps between tokens
@@ -189,8 +189,6 @@ def tables(record: Mapping[str, Any]) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="step_time",
-    about=__doc__,
     measure=measure,
     table=tables,
     options=(
@@ -207,6 +205,3 @@ MEASUREMENT = Measurement(
     ),
     resumes=("commit", "model", "dtype", "threads", "scheduler", "target", "long"),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -154,8 +154,6 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="telemetry",
-    about=__doc__,
     measure=measure,
     table=table,
     options=(
@@ -167,6 +165,3 @@ MEASUREMENT = Measurement(
     ),
     quick={"requests": 8, "warm_up": 0.5, "turns": 1, "turn_seconds": 1.0},
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -1,6 +1,6 @@
 """What waiting requests take in memory, beside what admission counts them as.
 
-    python -m benchmarks.waiting_memory --model $(python -m benchmarks model long)
+    python -m benchmarks waiting_memory --model $(python -m benchmarks model long)
 
 For each kind of request, a separate server is started with default settings. Its engine is paused,
 so that all requests wait. Some warm-up requests are added first and cancelled. Then 80 requests are
@@ -204,8 +204,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="waiting_memory",
-    about=__doc__,
     measure=measure,
     options=(
         MODEL,
@@ -213,6 +211,3 @@ MEASUREMENT = Measurement(
         option("kinds", list(KINDS), nargs="*", choices=sorted(KINDS)),
     ),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

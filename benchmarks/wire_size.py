@@ -167,8 +167,6 @@ def measure_all(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="wire_size",
-    about=__doc__,
     measure=measure_all,
     options=(
         MODEL,
@@ -178,6 +176,3 @@ MEASUREMENT = Measurement(
     ),
     is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

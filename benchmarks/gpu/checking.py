@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +31,9 @@ PYTEST = "tests/gpu"
 MOST_FAILURES = 10
 SHARES = 5
 """The number of processes that run the quick checks concurrently."""
+NOT_FINISHED = "not finished"
+_END = re.compile(r"^(\S*::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
+"""How pytest tells the end of a test."""
 ALL = "checks"
 """The key of a failure of all checks."""
 
@@ -74,62 +77,40 @@ def pytest_checks(part: Part, device: str, logs: Path, seconds: float) -> None:
     if failures(part):
         part.end(FAILED)
     else:
-        is_late = part.data["rows"][-1]["state"] == "not finished"
+        is_late = part.data["rows"][-1]["state"] == NOT_FINISHED
         part.end(OUT_OF_TIME if is_late else COMPLETE)
 
 
 def run_pytest(paths: list[str], log: Path, seconds: float) -> dict[str, Any]:
-    """Run pytest and return a row of the checks. Tests are counted as they end, so a run that is
-    stopped still reports how many there were.
+    """Run pytest and return a row of the checks. A run that is stopped still reports how many tests
+    ended before.
     """
     command = [
         sys.executable, "-m", "pytest", "-c", os.devnull, f"--rootdir={ROOT}",
         "--import-mode=importlib", "-p", "no:cacheprovider", "-v", "--color=no", *paths,
     ]  # fmt: skip
-    counts: Counter[str] = Counter()
-    failed: list[str] = []
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     with log.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        late = threading.Event()
-
-        def stop() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(seconds, stop)
-        timer.start()
-        assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
-                file.write(line)
-                for word in ("PASSED", "FAILED", "ERROR", "SKIPPED"):
-                    if f" {word} " in f"{line.rstrip()} " and "::" in line.split(word)[0]:
-                        counts[word] += 1
-                        if word in ("FAILED", "ERROR"):
-                            failed.append(line.split()[0])
-        returned = process.wait()
-        timer.cancel()
-    detail = ", ".join(f"{counts[word]} {word.lower()}" for word in counts) or "no test ran"
+        try:
+            returned: int | None = subprocess.run(
+                command, cwd=ROOT, env=variables, stdout=file, stderr=file, timeout=seconds
+            ).returncode
+        except subprocess.TimeoutExpired:
+            returned = None
+    ends = _END.findall(log.read_text())
+    counts = Counter(word for _, word in ends)
+    failed = [test for test, word in ends if word in ("FAILED", "ERROR")]
+    detail = ", ".join(f"{count} {word.lower()}" for word, count in counts.items()) or "no test ran"
     if failed:
         detail += f": {', '.join(failed[:MOST_FAILURES])}"
-    state = "passed"
-    if failed:
-        state = FAILED
-    elif late.is_set():
-        state = "not finished"
-        detail += f" in {seconds:.0f} s"
+    elif returned is None:
+        return {"key": PYTEST, "state": NOT_FINISHED, "detail": f"{detail} in {seconds:.0f} s"}
     elif returned or not counts["PASSED"]:
-        state = FAILED
         detail += f"; pytest ended with {returned} (log: {log})"
-    return {"key": PYTEST, "state": state, "detail": detail}
+    else:
+        return {"key": PYTEST, "state": "passed", "detail": detail}
+    return {"key": PYTEST, "state": FAILED, "detail": detail}
 
 
 def failures(part: Part) -> list[dict[str, Any]]:

@@ -1,7 +1,19 @@
-"""Runs servers and load programs as processes, each on one core, measures their turns, and writes
-the tables in docs/clients.md.
+"""How fast the client libraries are, language by language.
 
-CPU time is that of a process with all its threads. Memory is the process's high-water mark.
+    python -m benchmarks languages [--language go …] [--case one …]
+
+A server with a scripted engine has one core, and a language's load program has the other
+(`taskset`). The programs of all languages take turns, so that interference affects all of them
+alike. A language is a row in `rows`, and a load program next to its driver:
+
+    PROGRAM TARGET SESSIONS REQUESTS TOKENS
+
+It connects a client. For each line on stdin it runs a turn. It opens SESSIONS sessions and submits
+REQUESTS requests on each ("Once upon a time", temperature 0, TOKENS tokens, ignoring
+end-of-sequence). It reads each request's chunks as its users would, closes the sessions, and prints
+{"tokens": how many token ids the chunks had} as a line. At the end of stdin it exits. Time, CPU
+time, of all threads, and the high-water mark of memory are measured from outside, in the same way
+for all.
 """
 
 from __future__ import annotations
@@ -19,7 +31,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import benchmarks.languages
 from benchmarks.languages.rows import ROWS, Row
 from benchmarks.markdown import columns, cpus, link
 from benchmarks.measures import compared, figure, medians
@@ -227,7 +238,6 @@ _LANGUAGES = [row.name for row in ROWS]
 _CASES = [case.name for case in CASES]
 MEASUREMENT = Measurement(
     name="languages",
-    about=benchmarks.languages.__doc__ or "",
     measure=measure,
     render=render,
     options=(

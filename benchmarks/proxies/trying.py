@@ -1,4 +1,15 @@
-"""Tries the calls in all ways, and writes the tables in docs/proxies.md."""
+"""What proxies between a client and a server do to its calls: nginx, HAProxy and Envoy at their
+defaults, and with the configurations of `deploy/`.
+
+    python -m benchmarks proxies            # under five minutes; needs nginx, haproxy and envoy
+    python -m benchmarks proxies --long     # about six: with what Envoy cuts after five minutes
+
+The proxies are the real programs on loopback, each in front of the same server. This is the real
+service, as a process, around an engine that computes nothing and stays silent for as long as a
+prompt says (`benchmarks.scripted_engine`). Each call is tried in each situation (`calls`), through
+each proxy and directly. All run concurrently, so that waiting for the proxies' timeouts takes no
+longer than the longest of them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +24,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import benchmarks.proxies
 from benchmarks.markdown import cpus, link, table
 from benchmarks.processes import SystemFailure
 from benchmarks.proxies.calls import CALLS, LONG, SITUATIONS, Situation, Tried, Way, tried
@@ -199,7 +209,6 @@ def _cell(row: Mapping[str, Any]) -> str:
 
 MEASUREMENT = Measurement(
     name="proxies",
-    about=benchmarks.proxies.__doc__ or "",
     measure=measure,
     render=render,
     options=(

@@ -47,7 +47,7 @@ def test_the_parts_add_up_to_the_whole() -> None:
     }
     record = {
         "format": 1,
-        "kind": "first-try",
+        "kind": "first_try",
         "date": "2026-11-23",
         "commit": "abc",
         "machine": {"cpus": 2, "cpu": "a CPU", "memory_bytes": 2**34},

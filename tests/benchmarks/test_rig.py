@@ -63,7 +63,6 @@ def measurement(*rows: str, quick: int = 1) -> Measurement:
 
     return Measurement(
         name="it",
-        about="It.",
         measure=measure,
         options=(option("count", 3, "so many"), option("names", ["a"], nargs="+")),
         quick={"count": quick},

@@ -320,7 +320,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 MEASUREMENT = Measurement(
     name="drains",
-    about=str(__doc__),
     measure=measure,
     options=(
         option("count", 200, "drains"),

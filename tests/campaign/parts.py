@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ class Tried:
         promises: the numbers of the promises in docs/promises.md that the row tests.
         count: how often it was tried.
         worst: the worst value seen, with its unit; empty if nothing is measured.
-        wrong: the violations; empty if the promises were kept.
+        wrong: the violations; empty if the promises were kept. Of many, the row lists a few.
         not_judged: why the row is not judged; empty if it is.
     """
 
@@ -32,7 +32,7 @@ class Tried:
     promises: tuple[int, ...]
     count: int
     worst: str = ""
-    wrong: tuple[str, ...] = ()
+    wrong: Sequence[str] = ()
     not_judged: str = ""
 
 
@@ -66,6 +66,9 @@ class Course:
 
     def add(self, tried: Tried) -> None:
         """Record a row and show it."""
+        more = len(tried.wrong) - MOST_WRONG
+        if more > 0:
+            tried = replace(tried, wrong=[*tried.wrong[:MOST_WRONG], f"and {more:,} more"])
         self.record(tried)
         verdict = "held" if not tried.wrong else f"WRONG: {tried.wrong[0]}"
         told = f", worst {tried.worst}" if tried.worst else ""
@@ -87,7 +90,6 @@ class Part:
     Attributes:
         name: the part's name for `--part`.
         meaning: a one-line description.
-        minutes: the approximate duration of the full part.
         run: runs the part.
         has_calm: whether the campaign measures a calm server first. A part with its own server and
             witness does so itself.
@@ -96,14 +98,6 @@ class Part:
 
     name: str
     meaning: str
-    minutes: float
     run: Callable[[Course], None]
     has_calm: bool = True
     in_cut: bool = True
-
-
-def some(wrong: list[str]) -> tuple[str, ...]:
-    """Shorten a list of violations for a row."""
-    if len(wrong) <= MOST_WRONG:
-        return tuple(wrong)
-    return (*wrong[:MOST_WRONG], f"and {len(wrong) - MOST_WRONG:,} more")

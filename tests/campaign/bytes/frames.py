@@ -81,7 +81,7 @@ def tried(course: Course, seconds: float) -> Tried:
         promises=(3, 7, 11),
         count=tally["connections"],
         worst=there.gap,
-        wrong=tuple(wrong),
+        wrong=wrong,
     )
 
 

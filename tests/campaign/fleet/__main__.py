@@ -42,7 +42,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 MEASUREMENT = Measurement(
     name="fleet",
-    about=str(__doc__),
     measure=measure,
     options=(
         option("what", [], "all, if none is given", nargs="*", choices=[*PARTS]),

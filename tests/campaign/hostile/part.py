@@ -36,7 +36,7 @@ from tests.campaign.hostile.judging import (
 from tests.campaign.hostile.long_model import long_model
 from tests.campaign.hostile.server import Server
 from tests.campaign.low_priority import low_priority
-from tests.campaign.parts import Course, Part, Tried, some
+from tests.campaign.parts import Course, Part, Tried
 from tests.campaign.witness.process import Witness
 from tests.campaign.witness.report import Report
 
@@ -235,7 +235,7 @@ def _row(name: str, one: Input, run: Run, found: list[str], why_not: str | None)
         promises=(*PROMISES, 10) if one.stranger else PROMISES,
         count=sum(run.answers.values()),
         worst=worst,
-        wrong=some(found),
+        wrong=found,
         not_judged="" if why_not is None else f"{why_not}, in each of its runs",
     )
 
@@ -259,7 +259,6 @@ def _waits(report: Report) -> str:
 HOSTILE = Part(
     name="hostile",
     meaning="inputs that nobody should send, each beside a witness, on two models",
-    minutes=25,
     run=run,
     has_calm=False,
 )

@@ -46,7 +46,7 @@ def planted(plant: Plant) -> Tried:
         promises=plant.promises,
         count=1,
         worst=f"caught by {by}" if not wrong else "",
-        wrong=tuple(wrong),
+        wrong=wrong,
     )
 
 
@@ -117,7 +117,6 @@ def _send(server: Server) -> None:
 PLANTED = Part(
     name="planted",
     meaning="faults that are put in on purpose, each of which must be caught",
-    minutes=8,
     run=run,
     has_calm=False,
 )

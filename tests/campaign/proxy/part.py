@@ -24,7 +24,7 @@ from benchmarks.rig.serving import Process
 from tests.campaign.hostile.judging import STRANGERS_BYTES
 from tests.campaign.hostile.sending import MODEL, told
 from tests.campaign.hostile.server import WITNESS, Server
-from tests.campaign.parts import Course, Part, Tried, some
+from tests.campaign.parts import Course, Part, Tried
 from tests.campaign.proxy.flood import BLOCKS, flood
 from tests.campaign.witness.memory import Watched
 
@@ -85,7 +85,7 @@ def flooded(course: Course, way: str, kind: str) -> Tried:
         kind,
         count=sent.connections,
         worst=f"{sent.bytes / 1e6:,.0f} MB sent: {grown}{stopped}",
-        wrong=some(wrong),
+        wrong=wrong,
         not_judged=LACK if way == STRAIGHT else "",
     )
 
@@ -128,7 +128,6 @@ def _answer(server: Server, port: int) -> str:
 PROXY = Part(
     name="proxy",
     meaning="headers without an end, straight to the server and through the proxy of deploy/",
-    minutes=1,
     run=run,
     has_calm=False,
     in_cut=False,

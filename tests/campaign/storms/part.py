@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.campaign.calm import beside
-from tests.campaign.parts import Course, Part, Tried, some
+from tests.campaign.parts import Course, Part, Tried
 from tests.campaign.storms import calls, operating
 from tests.campaign.storms.storm import ROWS, Found, Storm
 
@@ -40,14 +40,13 @@ def _stormed(course: Course, row: Storm, size: int) -> Tried:
         promises=row.promises,
         count=count,
         worst="; ".join(filter(None, (worst, f"{there.gap}, {there.health}"))),
-        wrong=some(wrong),
+        wrong=wrong,
     )
 
 
 STORMS = Part(
     name="storms",
     meaning="many at once, and what an operator changes meanwhile",
-    minutes=8,
     run=run,
     has_calm=False,
 )

@@ -275,12 +275,7 @@ def _cell(row: Mapping[str, Any], name: str, unit: float, bound: float) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="plan",
-    about=__doc__,
     measure=measure,
     render=render,
     options=(option("shape", [], "a row's name; several times: several", action="append"), MODELS),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()
