@@ -26,7 +26,6 @@ def measurements() -> list[str]:
 
 
 def main() -> None:
-    """Run the command."""
     if (name := next(iter(sys.argv[1:]), "")) in measurements():
         sys.argv[:2] = [f"python -m benchmarks {name}"]
         module_of(name).MEASUREMENT.run()

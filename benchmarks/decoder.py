@@ -289,7 +289,6 @@ def _environment(root: Path) -> dict[str, str]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure what is not in the record yet."""
     if not list((options.baseline / "engine" / "native").glob("libheadrace.*")):
         raise SystemFailure(
             f"{options.baseline}: build its kernels: python -m engine.native.build, there"
@@ -323,7 +322,6 @@ _TITLES = {
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """Return the record as text for a document. name: the name of its file."""
     cases = record["cases"]
     parts = [_heading(record, name)]
     for part, title in _TITLES.items():

@@ -184,7 +184,6 @@ def measure_one(folder: Path, again: int) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure all runs."""
     runs = []
     for _ in tqdm(range(options.runs), desc="fresh runs", unit="run"):
         with tempfile.TemporaryDirectory(prefix="headrace-first-try-") as folder:
@@ -193,7 +192,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """Return the record as text for a document. name: the name of its file."""
     runs = record["runs"]
     size = statistics.median(run["environment_mb"] for run in runs)
     again = [f"{statistics.median(run['again_ready_s']):.1f}" for run in runs]

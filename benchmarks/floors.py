@@ -115,7 +115,6 @@ class Floor:
 
     @property
     def total_s(self) -> float:
-        """The total time."""
         return self.prefill_s + self.decode_s
 
 
@@ -251,7 +250,6 @@ def shape_of(config: dict[str, Any]) -> Shape:
 
 
 def tensor_shapes(model: Path) -> dict[str, list[int]]:
-    """Return the shapes of a checkpoint's tensors."""
     shapes: dict[str, list[int]] = {}
     for path in sorted(model.glob("*.safetensors")):
         with safe_open(path, "numpy") as file:

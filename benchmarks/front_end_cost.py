@@ -87,7 +87,6 @@ def sessions(options: argparse.Namespace, kind: str, per_second: float) -> list[
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure each server with and without pauses."""
     for kind in options.kinds:
         for per_second in (options.rate, 0.0):
             figures = sessions(options, kind, per_second)

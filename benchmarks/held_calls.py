@@ -127,7 +127,6 @@ class Bench:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Run all turns."""
     bench = Bench(options)
     record.data |= {"streams": STREAMS, "compile_s": bench.compile_s}
     numbers = itertools.count()
@@ -141,7 +140,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Return the result as a sentence."""
     return (
         f"a step of {STREAMS} free and {STREAMS} held streams takes {record['ratio']:.2f} times "
         f"that of {2 * STREAMS} free ones"

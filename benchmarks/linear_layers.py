@@ -171,7 +171,6 @@ def run(rows: int, seconds: float, those: list[Contender]) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure each number of rows."""
     torch.set_num_threads(options.threads)
     if unknown := set(options.types.split(",")) - set(TYPES):
         raise SystemFailure(f"--types: {', '.join(sorted(unknown))}: choose of {', '.join(TYPES)}")

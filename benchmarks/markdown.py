@@ -54,7 +54,6 @@ class Aim:
 
     @property
     def bounds(self) -> str:
-        """The bounds as text."""
         bounds = (("≥", self.least), ("≤", self.most))
         return ", ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
@@ -104,7 +103,6 @@ def cpus(record: Mapping[str, Any], more: str = "") -> str:
 
 
 def memory(record: Mapping[str, Any]) -> str:
-    """Return the memory of a record's machine."""
     return f"{record['machine']['memory_bytes'] / 2**30:.0f} GiB"
 
 

@@ -122,7 +122,6 @@ def make_random(folder: Path, model_type: str, settings: Mapping[str, Any]) -> P
 
 
 def write_random(model_type: str, settings: Mapping[str, Any], folder: Path) -> None:
-    """Write such a checkpoint."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -173,7 +172,6 @@ def _spread(name: str) -> float:
 
 
 def model_config(name: str) -> PreTrainedConfig:
-    """Return the config of a named shape."""
     from transformers import AutoConfig
 
     shape = {"model_type": "qwen3", **SHAPES[name]}

@@ -28,7 +28,6 @@ _PACKINGS = {
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure each packing."""
     new = random_model(options.shape, device="cpu", dtype=torch.bfloat16)
     state = new.state_dict()
     with tempfile.TemporaryDirectory() as folder:

@@ -121,7 +121,6 @@ def find(shape: Shape, cache: Path) -> Path:
 
 
 def plan_of(shape: Shape, path: Path) -> dict[str, Any]:
-    """Return the command's plan."""
     found = subprocess.run(
         [
             str(BIN / "headrace-server"), "plan", "--json", "--model", str(path), *shape.flags,
@@ -229,7 +228,6 @@ def measure_shape(shape: Shape, cache: Path) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure the shapes."""
     record.data |= {"requests": REQUESTS, "prompt": PROMPT, "output": OUTPUT}
     shapes = [one for one in SHAPES if not options.shape or one.name in options.shape]
     rows: list[dict[str, Any]] = []
@@ -239,13 +237,11 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 def ratio(row: Mapping[str, Any], name: str) -> float:
-    """Return the planned value divided by the measured one."""
     found: float = row["planned"][name] / row["taken"][name]
     return found
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """Return the record as text for a document. name: the name of its file."""
     loads = span((row["load_average"] for row in record["rows"]), ".1f")
     head = (
         f"{record['date'][:10]}, {cpus(record)}, {memory(record)}; load average {loads}. "

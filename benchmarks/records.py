@@ -89,7 +89,6 @@ class Record:
 
 
 def now() -> str:
-    """Return the date and time for a record."""
     return datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds")
 
 

@@ -384,7 +384,6 @@ def _systems(record: Mapping[str, Any]) -> str:
 
 
 def _verdict(check: dict[str, Any] | None) -> str:
-    """Return the judge's verdict for a table cell."""
     if check is None:
         return "not checked"
     mark = "" if check["is_right"] else "**below**: "

@@ -111,7 +111,6 @@ class ScriptedEngine(EngineClient):
         self._loop: asyncio.Task[None] | None = None
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
-        """Start waiting for requests."""
         progress("a scripted engine")
         self._loop = asyncio.create_task(self._run(sink))
         return ModelInfo(
@@ -132,7 +131,6 @@ class ScriptedEngine(EngineClient):
         )
 
     async def _run(self, sink: StepSink) -> None:
-        """Run steps endlessly."""
         raise NotImplementedError
 
     async def cancel(self, request_id: RequestId) -> bool:
@@ -140,11 +138,9 @@ class ScriptedEngine(EngineClient):
         return False
 
     async def stats(self) -> EngineStats:
-        """Return no statistics."""
         return EngineStats()
 
     async def close(self) -> None:
-        """Close the engine."""
         if self._loop is not None:
             self._loop.cancel()
 
@@ -167,7 +163,6 @@ class TextEngine(ScriptedEngine):
         self._full = asyncio.Event()
 
     async def submit(self, request: GenerationRequest) -> Admission:
-        """Accept a request."""
         arrival = time.monotonic()
         self._waiting.append((request, arrival))
         if len(self._waiting) == self._count:
@@ -263,7 +258,6 @@ class PacedEngine(ScriptedEngine):
         self._live: dict[RequestId, _Live] = {}
 
     async def submit(self, request: GenerationRequest) -> Admission:
-        """Accept a request."""
         head = self._tokenizer.decode(request.prompt[:_HEAD])
         wait_s, every_s, most = 0.0, 0.0, request.stop.max_tokens or 1
         if asked := _TRIES.match(head):
@@ -328,7 +322,6 @@ class Bare(generation_service_pb2_grpc.GenerationServiceServicer):
         self._pieces = [(token, tokenizer.token_text(token)) for token in real_tokens()]
 
     async def StreamResult(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        """Send one message per step."""
         for _ in range(self._count):
             await anext(request_iterator)
         clock, numbers = ticks(self._per_second), itertools.count(1)
@@ -344,7 +337,6 @@ class Bare(generation_service_pb2_grpc.GenerationServiceServicer):
 
 
 async def serve_bare(address: str, count: int, steps: int, per_second: float) -> None:
-    """Serve until killed."""
     server = grpc.aio.server()
     generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
         Bare(count, steps, per_second), server
@@ -356,7 +348,6 @@ async def serve_bare(address: str, count: int, steps: int, per_second: float) ->
 
 
 def serve_paced(address: str, pings_s: float) -> None:
-    """Serve until a signal arrives."""
     config = ServiceConfig(
         listen=(address,), max_receive_bytes=8 << 20, keepalive_interval_s=pings_s
     )
@@ -367,7 +358,6 @@ def serve_paced(address: str, pings_s: float) -> None:
 
 
 def main() -> None:
-    """Run the command."""
     kind, *numbers, _, address = sys.argv[1:]
     if kind == "paced":
         serve_paced(address, float(numbers[0]))

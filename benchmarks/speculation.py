@@ -139,7 +139,6 @@ def row(name: str, part: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """Return the record as text for a document. name: the name of its file."""
     options = record["options"]
     rows = [
         row(case, part, found)

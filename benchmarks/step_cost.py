@@ -61,7 +61,6 @@ def steps_of(options: argparse.Namespace) -> list[tuple[float, float]]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure the steps."""
     steps = steps_of(options)
     for name, seconds in zip(("the model", "the engine"), zip(*steps, strict=True), strict=True):
         tenth, *_, ninetieth = statistics.quantiles(seconds, n=10)

@@ -50,7 +50,6 @@ _NAMES = ("output_rate", "ttft_p50_s", "itl_p50_s", "itl_p99_s")
 
 
 def w2_turn(engine: SteppedEngine, turn: int) -> dict[str, float]:
-    """Run a turn of W2 and return its results."""
     lengths = WORKLOADS["W2"].lengths()
     prompts = make_prompts(lengths, engine.model.vocab_size, seed=1000 + turn)
     requests = [
@@ -140,7 +139,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 def tables(record: Mapping[str, Any]) -> str:
-    """Return the record as Markdown."""
     options, rows = record["options"], []
     none = record["W2"]["0"]
     for target in sorted(record["W2"], key=float):

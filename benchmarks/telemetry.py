@@ -113,7 +113,6 @@ async def turn(server: Process, port: int, options: argparse.Namespace) -> dict[
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Run all turns."""
     with receiver() as (address, received), contextlib.ExitStack() as stack:
         telemetry = {OFF: ("", 0), ON: (address, free_port()), AGAIN: ("", 0)}
         servers = {
@@ -139,7 +138,6 @@ def ratios(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Return the record as Markdown."""
     rows = [
         Aim(what, record[name]["median"], ratio_span(record[name]["ratios"]), least)
         for name, what, least in (

@@ -154,14 +154,12 @@ class Asker:
         return len(seeds), None
 
     async def cancel(self, seeds: range) -> None:
-        """Cancel some requests."""
         await self._client.cancel(f"{self._kind}-{seed}" for seed in seeds)
         await asyncio.gather(*self._calls, return_exceptions=True)
         self._calls.clear()
 
 
 async def measure_kind(kind: str, server: Process, count: int) -> dict[str, Any]:
-    """Measure one kind."""
     async with connect(server) as client:
         card = await client.model()
         shape = Shape(card.vocab_size, card.limits.max_prompt_tokens)
@@ -196,7 +194,6 @@ async def measure_kind(kind: str, server: Process, count: int) -> dict[str, Any]
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure the kinds, each in a separate server."""
     for kind in options.kinds:
         with serve("--log-level", "warning", model=options.model) as server:
             found = asyncio.run(measure_kind(kind, server, options.requests))

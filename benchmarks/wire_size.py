@@ -40,7 +40,6 @@ PROMPTS = (
 
 
 def specs(kind: str, requests: int, tokens: int, run: int) -> Iterator[pb.GenerationSpec]:
-    """Yield the session's requests."""
     for index in range(requests):
         yield pb.GenerationSpec(
             request_id=f"{run:016x}{index:016x}",
@@ -89,7 +88,6 @@ def add_message(counted: Counter[str], message: rpc.StreamResultResponse) -> Non
 
 
 def measure(address: str, kind: str, requests: int, tokens: int, run: int) -> Counter[str]:
-    """Measure one session."""
     counted: Counter[str] = Counter()
     for message in messages(address, specs(kind, requests, tokens, run)):
         add_message(counted, message)
@@ -159,7 +157,6 @@ def summary(runs: list[Counter[str]]) -> dict[str, Any]:
 
 
 def measure_all(options: argparse.Namespace, record: Record) -> None:
-    """Measure both kinds."""
     with serve("--log-level", "warning", model=options.model, on_socket=True) as server:
         runs = {kind: measure_kind(server.address, kind, options) for kind in KINDS}
     for kind, found in runs.items():

@@ -76,12 +76,10 @@ class Part:
         self.record.save()
 
     def leave_out(self, what: str, why: str) -> None:
-        """Record what is not measured."""
         self.data["left_out"].append(f"{what}: {why}")
         self.record.save()
 
     def end(self, state: str) -> None:
-        """Record how the part ended."""
         self.data["state"] = state
         self.record.save()
 

@@ -68,7 +68,6 @@ class Case:
 
     @property
     def all_tokens(self) -> int:
-        """How many tokens a turn has."""
         return self.sessions * self.requests * self.tokens
 
 
@@ -154,7 +153,6 @@ def _pinned(core: int) -> tuple[str, ...]:
 
 
 def _server(case: Case) -> AbstractContextManager[Process]:
-    """Run a server on its core."""
     prefix = _pinned(_SERVER_CORE)
     if case.demo:
         return serve("--in-process", on_socket=True, prefix=prefix)
@@ -163,7 +161,6 @@ def _server(case: Case) -> AbstractContextManager[Process]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Build the load programs and run the cases."""
     if shutil.which("taskset") is None or len(os.sched_getaffinity(0)) < 2:
         raise SystemFailure("needs taskset and two CPUs: the server has one, the client the other")
     rows = []
@@ -186,7 +183,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """Return the block's text."""
     cases = {case["name"]: case for case in record["cases"]}
     parts = [
         f"{record['date'][:10]}, commit {record['commit']}, {cpus(record)}, load average "

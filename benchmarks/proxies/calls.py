@@ -76,7 +76,6 @@ class Order:
         return {key: self._prompt(key, self.situation.each) for key in self.keys}
 
     def take(self, key: str, text: str) -> None:
-        """Add text of a request."""
         self.texts[key] = self.texts.get(key, "") + text
 
     def whole(self) -> int:
@@ -218,7 +217,6 @@ class Tried:
 
 
 async def tried(way: Way, situation: Situation, call: str) -> Tried:
-    """Try a call."""
     order = Order(f"{way.name}/{situation.name}/{call}".replace(" ", "-"), situation)
     error, began = "", time.monotonic()
     limit = LIMIT_S + situation.idle_s

@@ -50,7 +50,6 @@ class Program:
 
     @property
     def missing(self) -> str:
-        """The message if it is not installed."""
         return f"there is no {self.title} here ({self.install})"
 
     @property
@@ -64,7 +63,6 @@ class Program:
         return next((Path(__file__).parent / "defaults").glob(f"{self.name}.*"))
 
     def version(self) -> str:
-        """Return its version."""
         assert self.path is not None
         said = subprocess.run([self.path, self.ask], capture_output=True, text=True, check=True)
         [version, *_] = _VERSION.findall(said.stdout + said.stderr)

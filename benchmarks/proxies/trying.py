@@ -148,7 +148,6 @@ def _say(row: Tried) -> None:
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """Return the block's text."""
     versions = record["versions"]
     programs = [one for one in PROGRAMS if one.name in versions]
     told = ", ".join(f"{one.title} {versions[one.name]}" for one in programs)

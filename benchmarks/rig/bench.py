@@ -38,7 +38,6 @@ WARMUP = Lengths(prompt=1024, output=8)
 
 
 def say(line: str) -> None:
-    """Tell the user a line."""
     print(line, flush=True)
 
 
@@ -55,7 +54,6 @@ class TimeLimit:
         self.least_s = least_s
 
     def left_s(self) -> float:
-        """Return the seconds that are left."""
         return self._deadline - time.monotonic()
 
     def is_over(self) -> bool:
@@ -189,11 +187,9 @@ class Bench:
         return system
 
     def drop(self, name: str) -> None:
-        """End a system."""
         self.running.pop(name).end(PATIENCE_S if self.time.is_over() else END_S)
 
     def close(self) -> None:
-        """End all systems."""
         for name in list(self.running):
             self.drop(name)
 

@@ -90,7 +90,6 @@ class Calls:
         self._streamed = streamed
 
     def submit(self, spec: GenerationSpec) -> _Call:
-        """Begin a request."""
         return _Call(self._client, spec, self._streamed)
 
     async def close(self, *, cancel: bool = False) -> None:

@@ -148,7 +148,6 @@ class Measurement:
 
     @property
     def kind(self) -> str:
-        """The kind of its record."""
         return self.name or self.measure.__module__.rpartition(".")[2]
 
 

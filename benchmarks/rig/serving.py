@@ -53,21 +53,17 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self.popen.pid
 
     @property
     def port(self) -> int:
-        """The port of its address."""
         return int(self.address.rpartition(":")[2])
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is running."""
         return self.popen.poll() is None
 
     def said(self) -> str:
-        """Return its output so far."""
         return self.log.read_text(errors="replace")
 
     def check(self) -> None:

@@ -95,12 +95,10 @@ class Beside:
 
     @property
     def gap(self) -> str:
-        """The worst gap between the witness's tokens, for a row."""
         return f"gap {told_ms(self.seen.gaps, self.calm.gaps)}"
 
     @property
     def health(self) -> str:
-        """The longest wait for health's answer, for a row."""
         return f"health {told_ms(self.seen.health, self.calm.health)}"
 
 
@@ -133,7 +131,6 @@ def too_long(calm: Report, seen: Report) -> list[tuple[str, Waits, float]]:
 
 
 def told_ms(seen: Waits, calm: Waits) -> str:
-    """Format the worst wait beside the one of a calm server."""
     return f"{seen.worst_s * 1e3:.0f} ms (calm {calm.worst_s * 1e3:.0f})"
 
 

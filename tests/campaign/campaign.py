@@ -60,7 +60,6 @@ class Campaign:
 
     @property
     def has_time(self) -> bool:
-        """Whether another part may start."""
         return time.monotonic() - self._began < 60 * self._plan.minutes
 
     def run(self, part: Part) -> dict[str, str]:

@@ -162,7 +162,6 @@ def _cell(text: str) -> str:
 
 
 def _again(run: Run, other: Run) -> str:
-    """Return a sentence that compares a run with another."""
     ours, theirs = run["rows"], other["rows"]
     both = [name for name in ours if name in theirs]
     differ = [name for name in both if is_wrong(ours[name]) != is_wrong(theirs[name])]

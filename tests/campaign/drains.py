@@ -137,7 +137,6 @@ async def session_aio(address: str, name: str) -> bool:
 
 
 def stream(address: str, name: str) -> bool:
-    """Run a GenerateStream call."""
     request = rpc.GenerateStreamRequest(spec=_spec(name))
     with grpc.insecure_channel(address, OPTIONS) as channel:
         messages = list(GenerationServiceStub(channel).GenerateStream(request, timeout=WAIT_S))
@@ -145,7 +144,6 @@ def stream(address: str, name: str) -> bool:
 
 
 def unary(address: str, name: str) -> bool:
-    """Run a Generate call."""
     request = rpc.GenerateRequest(spec=_spec(name))
     with grpc.insecure_channel(address, OPTIONS) as channel:
         answer = GenerationServiceStub(channel).Generate(request, timeout=WAIT_S)
@@ -161,7 +159,6 @@ CLIENTS: dict[str, Callable[[str, str], Any]] = {
 
 
 def reason_of(error: grpc.RpcError) -> str:
-    """Return what a client got instead of its end."""
     call: Any = error
     return f"{call.code().name} {call.details()}"
 
@@ -179,7 +176,6 @@ async def _tried(name: str, client: Callable[[str, str], Any], address: str) -> 
 
 
 async def _until_live(stub: Any, count: int) -> None:
-    """Wait until this many requests generate."""
     async with asyncio.timeout(WAIT_S):
         while True:
             found = await stub.ListRequests(control.ListRequestsRequest(), wait_for_ready=True)
@@ -285,7 +281,6 @@ async def drains(
 
 
 def summary(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
-    """Return what the record has of the outcomes."""
     times = sorted(one.after_last_s for one in outcomes)
     failures = collections.Counter(failure for one in outcomes for failure in one.failures)
     return {
@@ -303,7 +298,6 @@ def summary(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Drain, print and record."""
     began = time.monotonic()
     outcomes = asyncio.run(
         drains(

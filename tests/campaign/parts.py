@@ -61,11 +61,9 @@ class Course:
     only: str = ""
 
     def is_wanted(self, name: str) -> bool:
-        """Whether to try a row."""
         return name not in self.known and (not self.only or self.only in name)
 
     def add(self, tried: Tried) -> None:
-        """Record a row and show it."""
         more = len(tried.wrong) - MOST_WRONG
         if more > 0:
             tried = replace(tried, wrong=[*tried.wrong[:MOST_WRONG], f"and {more:,} more"])

@@ -38,7 +38,6 @@ _HEADS = (
 
 
 def garbage(source: random.Random) -> bytes:
-    """Return the bytes that one connection sends."""
     if source.random() < 0.1:
         return source.randbytes(source.randint(1, 2000))
     found = [HELLO]
@@ -64,7 +63,6 @@ def _frame(source: random.Random) -> bytes:
 
 
 def tried(course: Course, seconds: float) -> Tried:
-    """Send garbage for the given time and judge the result."""
     with beside(course.either(CALM_S, CUT_CALM_S)) as there:
         server = there.server
         said = server.log_bytes()

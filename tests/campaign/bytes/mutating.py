@@ -146,7 +146,6 @@ def _edit(text: str, source: random.Random, snippets: Sequence[str]) -> str:
 
 
 def mutate_bytes(data: bytes, source: random.Random, most: int) -> bytes:
-    """Change, add and remove bytes."""
     found = bytearray(data)
     for _ in range(source.choice((1, 1, 2, 4, 8))):
         at = source.randint(0, len(found))

@@ -29,7 +29,6 @@ _COUNTS = importlib.util.find_spec("atheris") is not None
 
 
 def run(course: Course) -> None:
-    """Run all targets."""
     seconds = course.seconds or course.either(SECONDS, CUT_SECONDS)
     for target in TARGETS.values():
         if course.is_wanted(target.name):
@@ -39,7 +38,6 @@ def run(course: Course) -> None:
 
 
 def fuzzed(course: Course, target: Target, seconds: float) -> Tried:
-    """Run one target in a separate process."""
     folder = course.folder / target.name
     folder.mkdir()
     seed = course.source(target.name).randrange(1 << 31)

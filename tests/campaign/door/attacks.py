@@ -64,7 +64,6 @@ class Neighbour(threading.Thread):
         return max(self._worst, time.monotonic() - self._at)
 
     def run(self) -> None:
-        """Stream chats until `close` is called."""
         body = json.dumps(CHAT | {"stream": True, "max_tokens": 200, "ignore_eos": True})
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
         while not self._over.is_set():
@@ -88,7 +87,6 @@ class Neighbour(threading.Thread):
         connection.close()
 
     def close(self) -> None:
-        """Stop the caller."""
         self._over.set()
         self.join(60)
 
@@ -115,7 +113,6 @@ class Attacker:
 
     @property
     def has_time(self) -> bool:
-        """Whether the attack still has time left."""
         return time.monotonic() < self.until
 
     async def again(self, number: int, one: Callable[[int], Awaitable[object]]) -> None:
@@ -137,14 +134,12 @@ class Attacker:
         return await asyncio.open_connection(sock=sock, limit=4096)
 
     def head(self, *lines: str, path: str = "/v1/chat/completions", length: int = -1) -> bytes:
-        """Return the head of a POST request."""
         found = [f"POST {path} HTTP/1.1", f"Host: 127.0.0.1:{self.port}"]
         found += ["Content-Type: application/json", f"Authorization: Bearer {self.token}", *lines]
         found += [f"Content-Length: {length}"] if length >= 0 else []
         return "\r\n".join([*found, "", ""]).encode()
 
     def post(self, body: Any, *lines: str, path: str = "/v1/chat/completions") -> bytes:
-        """Return a complete POST request."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.head(*lines, path=path, length=len(data)) + data
 

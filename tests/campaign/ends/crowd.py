@@ -70,7 +70,6 @@ class Crowd:
 
 
 async def crowds(crowd: Crowd, folder: Path) -> None:
-    """Run a round on a new server."""
     path = folder / "gate"
     path.unlink(missing_ok=True)
     engine = ScriptedEngine(
@@ -133,7 +132,6 @@ class Client:
         self._channel: Any = None
 
     async def run(self) -> None:
-        """Run requests until the round has none left."""
         async with fault_proxy(self.h.server.addresses[0]) as self._proxy:
             for number in self.crowd.numbers:
                 one = Request(self, number)
@@ -159,7 +157,6 @@ class Client:
         return GenerationServiceStub(self._channel)
 
     def cut(self) -> None:
-        """Break the connection."""
         assert self._proxy is not None
         self._proxy.cut()
 
@@ -196,7 +193,6 @@ class Request:
         return f"{self.name} ({self.kind}, {self.way}, n={self.n}, {self.most} tokens)"
 
     async def run(self) -> None:
-        """Start the request, apply the chosen event and read what arrives."""
         wanted = spec(
             self.prompt,
             request_id="" if self.kind == "Generate" else self.name,
@@ -297,7 +293,6 @@ class Request:
         self.status = "OK"
 
     def check(self) -> str:
-        """Check what was received and return how the request ended. Raises AssertionError."""
         if self.answer is not None:
             return self._check_answer(self.answer)
         if not self.events:

@@ -33,7 +33,6 @@ PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure, print and record."""
     for name, part in PARTS.items():
         if name in (options.what or PARTS):
             record.put(part(options), name)

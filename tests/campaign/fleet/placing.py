@@ -34,7 +34,6 @@ def timed_server(address: str, **options: float) -> ServerProcess:
 
 @contextlib.contextmanager
 def servers(*, count: int, step_ms: tuple[float, ...], **options: int) -> Iterator[list[str]]:
-    """Run servers until they are ready, and yield their addresses."""
     started = [
         timed_server("127.0.0.1:0", step_ms=step_ms[i % len(step_ms)], **options)
         for i in range(count)
@@ -49,7 +48,6 @@ def servers(*, count: int, step_ms: tuple[float, ...], **options: int) -> Iterat
 
 
 def accepted(address: str) -> int:
-    """Return how many requests a server has accepted."""
     with headrace.Client(address) as client:
         return client.control.statistics().engine.requests_accepted
 

@@ -241,7 +241,6 @@ def _row(name: str, one: Input, run: Run, found: list[str], why_not: str | None)
 
 
 def _answers(answers: Mapping[str, int]) -> str:
-    """Format the most frequent answers and their counts."""
     shown = sorted(answers.items(), key=lambda pair: -pair[1])
     told = [f"{number:,} {what}" for what, number in shown[:ANSWERS_SHOWN]]
     if len(shown) > ANSWERS_SHOWN:

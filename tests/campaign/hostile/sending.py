@@ -100,7 +100,6 @@ class Sender:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The sizes `below` and `above`."""
         return self.below, self.above
 
     @property
@@ -141,7 +140,6 @@ class Sender:
         return [("authorization", f"Bearer {token}")] if token else []
 
     def count(self, what: str, number: int = 1) -> None:
-        """Add an answer to the tally."""
         known = what in self.tally or len(self.tally) < KEPT_KINDS
         self.tally[what if known else "other answers"] += number
 
@@ -265,7 +263,6 @@ class Sender:
                 self.count("messages of sessions", came)
 
     async def crowd(self, number: int, one: Callable[[int], Awaitable[object]]) -> None:
-        """Run `number` coroutines concurrently."""
         await asyncio.gather(*(one(index) for index in range(number)))
 
     async def again(self, number: int, one: Callable[[int], Awaitable[object]]) -> None:
@@ -287,7 +284,6 @@ class Sender:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections."""
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
 

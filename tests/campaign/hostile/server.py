@@ -121,11 +121,9 @@ class Server:
 
     @property
     def certificate(self) -> bytes:
-        """The current certificate."""
         return (self._folder / "cert.pem").read_bytes()
 
     def renew_certificate(self) -> bytes:
-        """Replace the server's certificate and key, and return the new certificate."""
         new = self._folder / "new"
         new.mkdir(exist_ok=True)
         for path in make_certificate(new):
@@ -133,7 +131,6 @@ class Server:
         return self.certificate
 
     def token(self, name: str) -> str:
-        """Return a caller's token."""
         return self._tokens[name]
 
     def attacker(self, seed: str) -> dict[str, Any]:
@@ -200,7 +197,6 @@ class Server:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is running."""
         return self._process.poll() is None
 
     def log(self, since: int = 0) -> str:
@@ -208,7 +204,6 @@ class Server:
         return self._log.read_bytes()[since:].decode(errors="replace")
 
     def log_bytes(self) -> int:
-        """Return the length of the log in bytes."""
         return self._log.stat().st_size
 
     def told_secrets(self, since: int) -> list[str]:
@@ -237,7 +232,6 @@ class Server:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Stop the process, whatever it is doing."""
         self._stack.close()
 
 

@@ -48,7 +48,6 @@ class Load:
 
     @property
     def sent(self) -> int:
-        """The number of requests sent."""
         return sum(self.kinds.values())
 
     async def run(self, seconds: float) -> None:
@@ -93,7 +92,6 @@ class Load:
         return f"load-{self._number}"
 
     async def generate(self, **more: Any) -> None:
-        """Send a request whose answer is not streamed."""
         await self._stub.Generate(
             rpc.GenerateRequest(spec=self._spec(**more)), metadata=self._metadata
         )
@@ -122,7 +120,6 @@ class Load:
             pass
 
     async def added(self) -> None:
-        """Call AddRequest and read the result."""
         spec = self._spec(request_id=self._name())
         await self._stub.AddRequest(rpc.AddRequestRequest(spec=spec), metadata=self._metadata)
         question = rpc.GetResultRequest(

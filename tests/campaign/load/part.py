@@ -24,7 +24,6 @@ EXPECTED = ("OK", "CANCELLED (bare)", "cancelled by its caller")
 
 
 def run(course: Course) -> None:
-    """Run both measurements."""
     if course.is_wanted("traced"):
         course.add(traced(course.either(REQUESTS, CUT_REQUESTS)))
     if course.is_wanted("mixed"):

@@ -28,7 +28,6 @@ AFTER_S = 0.6
 
 
 def run(course: Course) -> None:
-    """Try each plant."""
     for plant in PLANTS.values():
         if course.is_wanted(plant.name) and (plant.in_cut or not course.is_cut):
             course.add(planted(plant))
@@ -101,7 +100,6 @@ def _gap(program: list[str] | None) -> str:
 
 
 def _secrets(program: list[str] | None) -> str:
-    """Return whose tokens appear in the log."""
     with witnessed(program=program) as (server, _):
         _send(server)
         time.sleep(AFTER_S)

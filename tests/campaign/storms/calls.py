@@ -58,7 +58,6 @@ class Crowd:
         self._began = 0.0
 
     async def run(self, s: Sender, calls: int, connections: int) -> Found:
-        """Run all calls and judge them."""
         channels = [s.connect() for _ in range(connections)]
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
         self._began = time.monotonic()

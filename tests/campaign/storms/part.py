@@ -18,7 +18,6 @@ __all__ = ["ROWS", "STORMS", "calls", "operating"]
 
 
 def run(course: Course) -> None:
-    """Run each storm."""
     for row in ROWS:
         size = course.either(row.whole, row.cut)
         if size is not None and course.is_wanted(row.name):

@@ -92,7 +92,6 @@ class Observer:
         self._refusals: Counter[str] = Counter()
 
     def report(self) -> Report:
-        """Return the report of the current window."""
         now, timer = time.monotonic(), self._timer
         return Report(
             seconds=now - self._began,
@@ -298,7 +297,6 @@ async def observing(plan: Plan) -> AsyncIterator[Observer]:
 
 
 async def _until_ready(plan: Plan, channel: grpc.aio.Channel) -> None:
-    """Wait until the model is loaded."""
     stub: Any = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service="headrace.v1.GenerationService")
     status = "it does not answer"

@@ -77,7 +77,6 @@ class Witness:
         return found
 
     def close(self) -> None:
-        """Stop the process."""
         self._pipe.close()
         self._process.join(END_S)
         self._process.kill()
@@ -101,7 +100,6 @@ class Witness:
 
 
 def _watch(plan: Plan, pipe: Connection) -> None:
-    """Run the witness's process."""
     os.setsid()  # Ctrl-C is for whoever started it to handle
     try:
         asyncio.run(_obey(plan, pipe))

@@ -55,7 +55,6 @@ class Memory:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has ended."""
         return self.now == 0
 
 
@@ -147,11 +146,9 @@ class Watch:
         self._open: dict[object, float] = {}
 
     def begin(self, key: object, now: float) -> None:
-        """Begin a wait."""
         self._open[key] = now
 
     def end(self, key: object, now: float) -> None:
-        """End a wait and record it."""
         began = self._open.pop(key)
         self._seconds.append(now - began)
         self._worst.append((now - began, began))
@@ -179,7 +176,6 @@ class Watch:
 
 
 def lag_figures(timer: Timer) -> Waits:
-    """Return the timer's lags as waits."""
     return _figures(timer.lags, max(timer.lags)) if timer.lags else Waits()
 
 

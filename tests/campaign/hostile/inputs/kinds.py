@@ -124,17 +124,14 @@ def generates(*answers: str, each: bool = False, **spec: Any) -> Case:
 
 
 def refused(field: str, **spec: Any) -> Case:
-    """Return a case of Generate whose spec's field is refused as invalid."""
     return generates(*invalid(f"spec.{field}"), **spec)
 
 
 def invalid(*fields: str) -> tuple[str, ...]:
-    """Return the answer to a field with an invalid value."""
     return tuple(f"INVALID_ARGUMENT INVALID_FIELD {one}" for one in fields)
 
 
 def lacking(name: str) -> str:
-    """Return the answer to a field that needs something the server lacks."""
     return f"UNIMPLEMENTED UNSUPPORTED_FIELD {name}"
 
 

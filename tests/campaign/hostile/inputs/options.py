@@ -18,7 +18,6 @@ _LONG = {"max_tokens": 8, "ignore_eos": True}
 
 
 def _choices(s: Sender) -> int:
-    """Return the largest allowed number of choices."""
     return s.limits.max_choices
 
 
