@@ -232,7 +232,7 @@ bench-wire-size: $(DEV) $(NATIVE) ## Count what a session takes on the wire: byt
 
 .PHONY: bench-clients
 bench-clients: $(DEV) $(NATIVE) ## Measure the client libraries beside each other, and write docs/clients.md's tables: five minutes.
-	GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks languages --output benchmarks/results/languages.json $(ARGS)
+	GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks languages $(ARGS)
 	$(BIN)/python -m benchmarks report
 
 # ---- trust -----------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ trust-report: $(DEV) ## Write docs/trust.md from the records.
 
 .PHONY: proxies
 proxies: $(DEV) $(NATIVE) ## Try every call through nginx, HAProxy and Envoy, and write docs/proxies.md's tables: five minutes (ARGS=--long).
-	GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks proxies --output benchmarks/results/proxies.json $(ARGS)
+	GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks proxies $(ARGS)
 	$(BIN)/python -m benchmarks report
 
 .PHONY: audit

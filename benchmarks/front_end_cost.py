@@ -111,5 +111,4 @@ MEASUREMENT = Measurement(
         option("repeats", 3, "sessions that count"),
         option("kinds", KINDS, nargs="+", choices=KINDS),
     ),
-    is_kept=False,
 )

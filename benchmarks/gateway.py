@@ -1,4 +1,4 @@
-"""Headrace behind smg, by OpenAI's client: `python -m benchmarks gateway --output FILE`.
+"""Headrace behind smg, by OpenAI's client: `python -m benchmarks gateway`.
 
 It needs the extra `gateway`, `smg` and `openai` in this environment. It runs the demo model in
 three parts:
@@ -414,5 +414,4 @@ MEASUREMENT = Measurement(
         option("minutes", 8.0, "most it may take"),
     ),
     packages=("smg", "smg-grpc-proto", "openai"),
-    is_kept=False,
 )

@@ -192,5 +192,4 @@ MEASUREMENT = Measurement(
         option("seconds", 10.0, "for each number of rows"),
         option("threads", 2),
     ),
-    is_kept=False,
 )

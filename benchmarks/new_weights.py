@@ -51,5 +51,4 @@ MEASUREMENT = Measurement(
         option("turns", 5),
         option("packings", ",".join(_PACKINGS)),
     ),
-    is_kept=False,
 )

@@ -233,5 +233,4 @@ MEASUREMENT = Measurement(
         option("firsts", 10, "single chats in each turn"),
         option("server", [], "options of the server, after --", nargs="*"),
     ),
-    is_kept=False,
 )

@@ -188,15 +188,12 @@ class System(Program):
         log: Path,
         environment: Mapping[str, str],
         root: Path = ROOT,
-        words: Sequence[str] = (),
     ) -> None:
-        """Start the process; call `load` next. root: the checkout whose adapter is used. words:
-        arguments of the adapter.
-        """
+        """Start the process; call `load` next. root: the checkout whose adapter is used."""
         self.start_s = 0.0
         self.ready: dict[str, Any] = {}
         self._began = time.perf_counter()
-        super().__init__(name, [python, "-m", module, *words], log, environment, root)
+        super().__init__(name, [python, "-m", module], log, environment, root)
 
     def load(self, order: Mapping[str, Any], timeout: float) -> None:
         """Let it load the model. Raises SystemFailure."""

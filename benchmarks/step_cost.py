@@ -77,5 +77,4 @@ MEASUREMENT = Measurement(
         option("temperature", 0.0, "0: greedy"),
         option("threads", None, type=int),
     ),
-    is_kept=False,
 )

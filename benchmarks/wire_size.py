@@ -171,5 +171,4 @@ MEASUREMENT = Measurement(
         option("tokens", 64, "of each request"),
         option("runs", 5, "sessions that count"),
     ),
-    is_kept=False,
 )

@@ -241,5 +241,4 @@ MEASUREMENT = Measurement(
         option("case", _CASES, nargs="+", choices=_CASES),
         option("turns", None, "that count, of each case", type=int),
     ),
-    is_kept=False,
 )

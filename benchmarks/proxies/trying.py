@@ -214,5 +214,4 @@ MEASUREMENT = Measurement(
         option("proxy", _NAMES, "only these", nargs="+", choices=_NAMES),
         option("long", False, "also what takes longer: six minutes"),
     ),
-    is_kept=False,
 )

@@ -73,7 +73,6 @@ class Measurement:
         options: its options. One of the name "output" replaces the usual one.
         quick: the values of options with --quick, for a look; empty: there is no such option.
         packages: whose versions the record has, besides the usual ones.
-        is_kept: whether the record is written to its own file if --output names none.
         resumes: the options, and "commit", that must be the same for --resume to go on with a
             record; empty: there is no such option.
     """
@@ -85,7 +84,6 @@ class Measurement:
     options: Sequence[Option] = ()
     quick: Mapping[str, Any] = field(default_factory=dict)
     packages: Sequence[str] = ()
-    is_kept: bool = True
     resumes: Sequence[str] = ()
 
     def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -99,7 +97,7 @@ class Measurement:
             dashes = "" if one.more.get("nargs") == "*" and not one.more["default"] else "--"
             parser.add_argument(dashes + one.name.replace("_", "-"), **one.more)
         if not any(one.name == "output" for one in self.options):
-            default = RESULTS / f"{self.kind}.json" if self.is_kept else None
+            default = RESULTS / f"{self.kind}.json"
             parser.add_argument("--output", type=Path, default=default, help="the record's file")
         if self.quick:
             parser.add_argument("--quick", action="store_true", help="a little of it, for a look")

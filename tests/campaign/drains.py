@@ -320,7 +320,6 @@ MEASUREMENT = Measurement(
         option("at_once", 4, "drains at a time"),
         option("minutes", 240.0, "none is begun after so many"),
     ),
-    is_kept=False,
 )
 
 if __name__ == "__main__":

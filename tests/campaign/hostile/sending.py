@@ -218,9 +218,7 @@ class Sender:
         method: str = GENERATION + "StreamResult",
         read: bool = True,
         stay: bool = False,
-        token: str | None = None,
         channel: grpc.aio.Channel | None = None,
-        heard: Callable[[bytes], None] | None = None,
     ) -> None:
         """Send messages on one stream and tally how it ended.
 
@@ -229,8 +227,7 @@ class Sender:
             method: the RPC's path.
             read: whether to read the answers.
             stay: whether to keep the stream open after the last message.
-            token, channel: as in `call`.
-            heard: called with each received message.
+            channel: the connection; None for the default one.
         """
 
         async def sent() -> AsyncIterator[bytes]:
@@ -242,15 +239,13 @@ class Sender:
                 await asyncio.Event().wait()
 
         via: Any = channel or self.channel
-        call = via.stream_stream(method)(sent(), metadata=self.credentials(token))
+        call = via.stream_stream(method)(sent(), metadata=self.credentials())
         came = 0
         try:
             if not read:
                 await asyncio.Event().wait()
-            async for message in call:
+            async for _ in call:
                 came += 1
-                if heard is not None:
-                    heard(message)
             self.count("OK")
         except grpc.aio.AioRpcError as error:
             self.count(told(error))

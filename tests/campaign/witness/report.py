@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from benchmarks.measures import quantile
 
 WORST_KEPT = 8
 """The number of longest waits whose times are kept."""
@@ -27,8 +25,6 @@ class Waits:
     """
 
     count: int = 0
-    p50_s: float = 0.0
-    p99_s: float = 0.0
     worst_s: float = 0.0
     late_s: float = 0.0
 
@@ -172,12 +168,9 @@ class Watch:
         if not seconds:
             return Waits()
         length, began = max([*self._worst, *running])
-        return _figures(seconds, timer.latest_within(began, began + length))
+        return Waits(len(seconds), max(seconds), timer.latest_within(began, began + length))
 
 
 def lag_figures(timer: Timer) -> Waits:
-    return _figures(timer.lags, max(timer.lags)) if timer.lags else Waits()
-
-
-def _figures(seconds: Sequence[float], late_s: float) -> Waits:
-    return Waits(len(seconds), quantile(seconds, 50), quantile(seconds, 99), max(seconds), late_s)
+    worst_s = max(timer.lags, default=0.0)
+    return Waits(len(timer.lags), worst_s, worst_s)

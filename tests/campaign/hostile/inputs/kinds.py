@@ -12,7 +12,6 @@ from headrace.v1.generation_service_pb2 import GenerateRequest
 from tests.campaign.hostile.encoding import ONCE
 from tests.campaign.hostile.sending import GENERATION, SESSIONS, Sender
 
-BOTH = ("demo", "long")
 OK = "OK"
 MANY_CASES, CASES_A_SECOND = 40, 10
 """An input of more cases than these takes its time by their number."""
@@ -52,7 +51,6 @@ class Input:
         answers: the answers of which at least one must occur, in the format of `sending.told`, to
             show that the input reached its target. Empty if no answer is required.
         cases: the single messages that make up the input, if it is made of such messages.
-        models: the models that the input is tried on.
         stranger: whether the attacker has no token. The server's memory then has a separate limit.
         judge: checks the answers too; returns what is wrong with them, or None.
         seconds: the duration, if it differs from the campaign's default.
@@ -63,7 +61,6 @@ class Input:
     send: Send
     answers: tuple[str, ...] = ()
     cases: tuple[Case, ...] = ()
-    models: tuple[str, ...] = BOTH
     stranger: bool = False
     judge: Callable[[Mapping[str, int]], str | None] | None = None
     seconds: float | None = None
@@ -169,7 +166,6 @@ class Group:
         *cases: Case,
         width: int = 2,
         seconds: float | None = None,
-        models: tuple[str, ...] = BOTH,
     ) -> None:
         """Add the input that repeats a list of messages with the given number of concurrent calls.
         Without `seconds`, it takes long enough for each of many cases to be tried.
@@ -193,7 +189,6 @@ class Group:
             answers=tuple(answer for case in cases for answer in case.answers),
             cases=cases,
             seconds=seconds or (len(cases) / CASES_A_SECOND if len(cases) > MANY_CASES else None),
-            models=models,
         )
         self.inputs.append(found)
 
