@@ -15,7 +15,9 @@ from benchmarks.processes import free_port
 from benchmarks.rig.serving import BIN, WAIT_S, Process, process
 
 
-def stream_chat(port: int, body: Mapping[str, Any]) -> Generator[bytes, None, None]:
+def stream_chat(
+    port: int, body: Mapping[str, Any], token: str = ""
+) -> Generator[bytes, None, None]:
     """Run a chat at a door on this machine, on a connection of its own. Yields the answer's lines.
 
     Raises:
@@ -24,6 +26,7 @@ def stream_chat(port: int, body: Mapping[str, Any]) -> Generator[bytes, None, No
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     with contextlib.closing(connection):
         headers = {"content-type": "application/json"}
+        headers |= {"authorization": f"Bearer {token}"} if token else {}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         answer = connection.getresponse()
         if answer.status != 200:

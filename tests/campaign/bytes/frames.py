@@ -18,7 +18,7 @@ from tests.campaign.bytes.mutating import mutate_bytes
 from tests.campaign.calm import beside
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile import http2
-from tests.campaign.hostile.sending import GENERATION, HEALTH
+from tests.campaign.hostile.sending import GENERATE, HEALTH
 from tests.campaign.hostile.server import ATTACKER, Server
 from tests.campaign.parts import Course, Tried
 from tests.service.raw_http2 import HELLO, frame, literal
@@ -89,7 +89,7 @@ def _wrong(server: Server, said: int) -> list[str]:
         wrong.append(f"the log grew by {grown:,} bytes")
     try:
         raw = wire.request("hi", stop={"max_tokens": 2})
-        server.call(GENERATION + "Generate", raw, ATTACKER)
+        server.call(GENERATE, raw, ATTACKER)
         server.call(HEALTH + "Check", b"")
     except grpc.RpcError as error:
         wrong.append(f"afterwards a call fails: {error}"[:200])

@@ -10,11 +10,12 @@ part
 
 from __future__ import annotations
 
+import contextlib
 import http.client
-import json
 import time
 from contextlib import closing
 
+from benchmarks.rig.gateways import stream_chat
 from benchmarks.rig.serving import Process
 from tests.campaign.calm import Beside, beside
 from tests.campaign.door.attacks import ATTACKS, CHAT, Neighbour, attacked, open_door
@@ -78,19 +79,10 @@ def _try(course: Course, name: str, there: Beside, door: Process, neighbour: Nei
 
 
 def _answers(door: Process, token: str) -> bool:
-    body = json.dumps(CHAT | {"max_tokens": 1})
-    headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
     ends = time.monotonic() + ANSWER_S
     while time.monotonic() < ends:
-        connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=ANSWER_S)
-        try:
-            connection.request("POST", "/v1/chat/completions", body, headers)
-            if connection.getresponse().status == 200:
-                return True
-        except (OSError, http.client.HTTPException):
-            pass
-        finally:
-            connection.close()
+        with contextlib.suppress(OSError, http.client.HTTPException, RuntimeError):
+            return bool(list(stream_chat(door.port, CHAT | {"max_tokens": 1}, token)))
         time.sleep(0.1)
     return False
 

@@ -25,14 +25,12 @@ MODEL = "/headrace.v1.ModelService/"
 CONTROL = "/headrace.v1.ControlService/"
 HEALTH = "/grpc.health.v1.Health/"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-STREAMED = frozenset(
-    {
-        GENERATION + "GenerateStream",
-        HEALTH + "Watch",
-        CONTROL + "WatchStatistics",
-    }
-)
-SESSIONS = frozenset({GENERATION + "StreamResult", REFLECTION})
+GENERATE, STREAM = GENERATION + "Generate", GENERATION + "GenerateStream"
+SESSION, CANCEL = GENERATION + "StreamResult", GENERATION + "Cancel"
+ADD, GET = GENERATION + "AddRequest", GENERATION + "GetResult"
+TOKENIZE, DETOKENIZE = MODEL + "Tokenize", MODEL + "Detokenize"
+STREAMED = frozenset({STREAM, HEALTH + "Watch", CONTROL + "WatchStatistics"})
+SESSIONS = frozenset({SESSION, REFLECTION})
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", -1),
@@ -215,7 +213,7 @@ class Sender:
         self,
         messages: Iterable[bytes],
         *,
-        method: str = GENERATION + "StreamResult",
+        method: str = SESSION,
         read: bool = True,
         stay: bool = False,
         channel: grpc.aio.Channel | None = None,

@@ -15,7 +15,7 @@ import time
 from benchmarks.processes import ROOT
 from tests.campaign.calm import WORST_S, witnessed
 from tests.campaign.hostile import encoding as wire
-from tests.campaign.hostile.sending import GENERATION
+from tests.campaign.hostile.sending import GENERATE
 from tests.campaign.hostile.server import ATTACKER, Server
 from tests.campaign.parts import Course, Part, Tried
 from tests.campaign.planted.plants import LOG, PLANTS, STALLING, WITNESS, Plant
@@ -109,7 +109,7 @@ def _secrets(program: list[str] | None) -> str:
 
 def _send(server: Server) -> None:
     raw = wire.request(STALLING, stop={"max_tokens": 2})
-    server.call(GENERATION + "Generate", raw, ATTACKER)
+    server.call(GENERATE, raw, ATTACKER)
 
 
 PLANTED = Part(

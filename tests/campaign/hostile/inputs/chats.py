@@ -22,10 +22,8 @@ from tests.campaign.hostile.inputs.kinds import (
     invalid,
     lacking,
 )
-from tests.campaign.hostile.sending import GENERATION, MODEL, Sender
+from tests.campaign.hostile.sending import GENERATE, TOKENIZE, Sender
 
-GENERATE = GENERATION + "Generate"
-TOKENIZE = MODEL + "Tokenize"
 HELD = 250 << 10
 """A total schema size for all tools that stays below the limit of 256 KiB."""
 MOST_TOOLS = 128

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from headrace.v1.generation_service_pb2 import GenerateRequest
 
 from tests.campaign.hostile.encoding import ONCE
-from tests.campaign.hostile.sending import GENERATION, SESSIONS, Sender
+from tests.campaign.hostile.sending import GENERATE, SESSIONS, Sender
 
 OK = "OK"
 MANY_CASES, CASES_A_SECOND = 40, 10
@@ -117,7 +117,7 @@ def generates(*answers: str, each: bool = False, **spec: Any) -> Case:
         text = {} if {"tokens", "chat"} & fields.keys() else {"text": {"text": ONCE}}
         return GenerateRequest(spec={**text, "stop": {"max_tokens": 1}, **fields})
 
-    return Case(GENERATION + "Generate", message, answers or (OK,), each)
+    return Case(GENERATE, message, answers or (OK,), each)
 
 
 def refused(field: str, **spec: Any) -> Case:

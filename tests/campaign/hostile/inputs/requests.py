@@ -13,11 +13,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.inputs.kinds import OK, Call, Group, invalid
-from tests.campaign.hostile.sending import GENERATION, NO_ANSWER, Sender
-
-GENERATE = GENERATION + "Generate"
-STREAM = GENERATION + "GenerateStream"
-ADD = GENERATION + "AddRequest"
+from tests.campaign.hostile.sending import ADD, CANCEL, GENERATE, NO_ANSWER, STREAM, Sender
 
 
 def answered(answers: Mapping[str, int]) -> str | None:
@@ -167,7 +163,7 @@ async def cancel_storm(s: Sender) -> None:
         name = f"storm-{next(numbers)}"
         cancel = rpc.CancelRequest(request_ids=[name]).SerializeToString()
         await s.call(ADD, wire.request(request_id=name, stop={"max_tokens": 500}))
-        await s.call(GENERATION + "Cancel", cancel)
+        await s.call(CANCEL, cancel)
 
     await s.again(32, one)
 

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.inputs.kinds import Call, Group, invalid
-from tests.campaign.hostile.sending import GENERATION, Sender
+from tests.campaign.hostile.sending import GENERATE, Sender
 
-GENERATE = GENERATION + "Generate"
 JSON_SCHEMA, REGEX, GRAMMAR = "json_schema", "regex", "grammar"
 SLOW = 'start: a*\na: b b b b | b b b | b b | b\nb: "a"|" "|"e"|b b'
 LARGEST = 250 << 10

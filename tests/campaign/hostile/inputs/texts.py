@@ -9,10 +9,8 @@ from headrace.v1 import model_service_pb2 as model
 
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.inputs.kinds import OK, Call, Group, Round
-from tests.campaign.hostile.sending import GENERATION, MODEL, Sender
+from tests.campaign.hostile.sending import DETOKENIZE, GENERATE, TOKENIZE, Sender
 
-GENERATE, TOKENIZE = GENERATION + "Generate", MODEL + "Tokenize"
-DETOKENIZE = MODEL + "Detokenize"
 RIVER = "Once upon a time there was a river. "
 
 
