@@ -119,8 +119,8 @@ def _part(part: Part, runs: Sequence[Run]) -> str:
     run, *others = runs
     remark = REMARKS.get((part.name, run["commit"]), "")
     lines += [f"{_heading(part, run)} {remark}".rstrip(), ""]
-    lines += ["| | what was tried | promises | how often | worst | |", "|---|---|---|---|---|---|"]
-    lines += [_row(name, row) for name, row in run["rows"].items()]
+    rows = (_row(name, row) for name, row in run["rows"].items())
+    lines += table(["", "what was tried", "promises", "how often", "worst", ""], rows)
     wrong = [(name, row["wrong"]) for name, row in run["rows"].items() if row["wrong"]]
     if wrong:
         lines += ["", "Not as promised:", ""]
@@ -148,13 +148,13 @@ def _heading(part: Part, run: Run) -> str:
     return words
 
 
-def _row(name: str, row: Mapping[str, Any]) -> str:
+def _row(name: str, row: Mapping[str, Any]) -> list[str]:
     verdict = "**not held**" if is_wrong(row) else "held"
     if row["not_judged"]:
         verdict = f"not judged: {row['not_judged']}"
     promises = ", ".join(map(str, row["promises"]))
     cells = [name, row["what"], promises, f"{row['count']:,}", row["worst"], verdict]
-    return f"| {' | '.join(map(_cell, cells))} |"
+    return list(map(_cell, cells))
 
 
 def _cell(text: str) -> str:
