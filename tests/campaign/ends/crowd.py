@@ -26,7 +26,7 @@ from service.delivery.states import State
 from tests.campaign.ends.engine import Gate, ScriptedEngine
 from tests.campaign.ends.play import left_at_last
 from tests.engine.fake_runner import expected_tokens
-from tests.service.fault_proxy import OWN_CONNECTION, FaultProxy, fault_proxy
+from tests.service.fault_proxy import OWN_CONNECTION, fault_proxy
 from tests.service.helpers import (
     Harness,
     Session,
@@ -128,11 +128,11 @@ class Client:
         self.crowd = crowd
         self.h = h
         self.source = random.Random(crowd.source.random())
-        self._proxy: FaultProxy | None = None
+        self.proxy: Any = None
         self._channel: Any = None
 
     async def run(self) -> None:
-        async with fault_proxy(self.h.server.addresses[0]) as self._proxy:
+        async with fault_proxy(self.h.server.addresses[0]) as self.proxy:
             for number in self.crowd.numbers:
                 one = Request(self, number)
                 try:
@@ -146,25 +146,17 @@ class Client:
                     end = "stuck"
                     self.crowd.wrong.append(f"{one}: no end within {PATIENCE_S:g} s")
                 self.crowd.ends[end] += 1
-            await self._close()
+            await self.close()
 
     @property
     def stub(self) -> Any:
         """The RPC stub on this client's connection through the proxy."""
         if self._channel is None:
-            assert self._proxy is not None
-            self._channel = grpc.aio.insecure_channel(self._proxy.target, options=OWN_CONNECTION)
+            self._channel = grpc.aio.insecure_channel(self.proxy.target, options=OWN_CONNECTION)
         return GenerationServiceStub(self._channel)
 
-    def cut(self) -> None:
-        assert self._proxy is not None
-        self._proxy.cut()
-
-    async def after_cut(self) -> None:
-        """Close the channel, so that the next request uses a new connection."""
-        await self._close()
-
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """Close the channel; the next request uses a new connection."""
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
@@ -233,7 +225,7 @@ class Request:
         finally:
             await happening
         if self.way == "cut":
-            await self.client.after_cut()
+            await self.client.close()
         if self.kind in ("leased", "AddRequest") and self.status != "OK":
             await self._resume()
 
@@ -245,7 +237,7 @@ class Request:
         elif self.way == "RPC cancelled":
             call.cancel()
         elif self.way == "cut":
-            self.client.cut()
+            self.client.proxy.cut()
 
     async def _read(self, call: Any, wanted: pb.GenerationSpec) -> None:
         if self.kind.startswith("Generate") and self.kind != "GenerateStream":
