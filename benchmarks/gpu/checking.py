@@ -29,6 +29,8 @@ MODULE = "tests.gpu.checks"
 """The quick checks are tests, in an adapter's process."""
 PYTEST = "tests/gpu"
 MOST_FAILURES = 10
+SERVICE = ("grpc", "msgspec", "llguidance", "typer")
+"""What the service needs beside the engine."""
 SHARES = 5
 """The number of processes that run the quick checks concurrently."""
 NOT_FINISHED = "not finished"
@@ -65,8 +67,8 @@ def _share(share: int, count: int, device: str, logs: Path, seconds: float) -> l
 
 def pytest_checks(part: Part, device: str, logs: Path, seconds: float) -> None:
     """Run tests/gpu. Running out of time is noted but is not a failure."""
-    missing = _missing("pytest", "hypothesis")
-    why = f"{missing} cannot be imported here" if missing else None
+    absent = missing("pytest", "hypothesis")
+    why = f"{absent} cannot be imported here" if absent else None
     if device == "cpu":
         why = "needs a CUDA device"
     if why is not None:
@@ -140,12 +142,12 @@ def lacking(names: Iterable[str]) -> list[str]:
     """
     asked = set(names)
     lines = []
-    if missing := _missing_for_triton():
-        lines.append(f"{missing}: Triton's kernels do not run, and what needs them is barred")
-    if "checks" in asked and (missing := _missing("pytest", "hypothesis")):
-        lines.append(f"{missing}: tests/gpu is not run")
-    if "grpc" in asked and (missing := _missing("grpc", "msgspec", "llguidance", "typer")):
-        lines.append(f"{missing}: the part grpc is left out (WHEELS=folder brings them)")
+    if absent := _missing_for_triton():
+        lines.append(f"{absent}: Triton's kernels do not run, and what needs them is barred")
+    if "checks" in asked and (absent := missing("pytest", "hypothesis")):
+        lines.append(f"{absent}: tests/gpu is not run")
+    if "grpc" in asked and (absent := missing(*SERVICE)):
+        lines.append(f"{absent}: the part grpc is left out (WHEELS=folder brings them)")
     return lines
 
 
@@ -153,13 +155,14 @@ def _missing_for_triton() -> str:
     """Return what Triton lacks to compile its launchers: the compilers that it looks for, and
     headers.
     """
-    missing = [_missing("triton")]
+    absent = [missing("triton")]
     if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
-        missing.append("a C compiler (gcc, clang or what CC names)")
+        absent.append("a C compiler (gcc, clang or what CC names)")
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        missing.append("Python.h (of a package like python3-dev)")
-    return ", ".join(filter(None, missing))
+        absent.append("Python.h (of a package like python3-dev)")
+    return ", ".join(filter(None, absent))
 
 
-def _missing(*modules: str) -> str:
+def missing(*modules: str) -> str:
+    """Return those that cannot be imported here."""
     return ", ".join(name for name in modules if find_spec(name) is None)

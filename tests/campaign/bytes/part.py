@@ -44,16 +44,12 @@ def fuzzed(course: Course, target: Target, seconds: float) -> Tried:
     command = [sys.executable, "-m", "tests.campaign.bytes.fuzz", target.name]
     command += [str(seconds), str(seed), str(folder)]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
-        )
         try:
-            code: int | None = process.wait(seconds + STUCK_S)
+            code: int | None = subprocess.run(
+                command, cwd=ROOT, stdout=log, stderr=log, timeout=seconds + STUCK_S
+            ).returncode
         except subprocess.TimeoutExpired:
             code = None
-        finally:
-            process.kill()
-            process.wait()
     stats = _read(folder / "stats.json") or {"tried": 0, "slowest_s": 0.0}
     wrong = _findings(folder)
     if code != 0:

@@ -24,6 +24,10 @@ MOST_OPEN = 400
 PATIENCE_S = 120.0
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}'
 PREFIX = "Once upon a time there was a small house by the river, and in it lived an old man. " * 12
+CHAT = {
+    "messages": [{"role": pb.CHAT_ROLE_USER, "content": "What is the weather?"}],
+    "tools": [{"name": "weather", "parameters_json": SCHEMA}],
+}
 SHARED = "A story that many begin with: "
 
 
@@ -42,7 +46,7 @@ class Load:
         self._sender = sender
         self._metadata = sender.credentials()
         self._stub: Any = GenerationServiceStub(sender.channel)
-        self._source = source
+        self.source = source
         self._open: set[asyncio.Task[None]] = set()
         self._number = 0
 
@@ -58,7 +62,7 @@ class Load:
             if now < due:
                 await asyncio.sleep(min(due - now, ends - now))
                 continue
-            due += self._source.expovariate(RATE)
+            due += self.source.expovariate(RATE)
             if len(self._open) >= MOST_OPEN:
                 self.tally["not sent: too many are open"] += 1
                 continue
@@ -70,7 +74,7 @@ class Load:
             self.tally["stuck"] += len(late)
 
     async def _one(self) -> None:
-        name = self._source.choice(list(KINDS))
+        name = self.source.choice(list(KINDS))
         self.kinds[name] += 1
         try:
             await KINDS[name](self)
@@ -81,7 +85,7 @@ class Load:
             self.tally["cancelled by its caller"] += 1
 
     def _spec(self, text: str = "", **more: Any) -> pb.GenerationSpec:
-        source = self._source
+        source = self.source
         more.setdefault("stop", {"max_tokens": source.randint(2, 24)})
         if "chat" not in more:
             more["text"] = {"text": text or f"The {source.choice('abcdefgh')} "}
@@ -113,7 +117,7 @@ class Load:
         for name in names:
             spec = self._spec(request_id=name)
             await call.write(rpc.StreamResultRequest(add=rpc.AddCommand(spec=spec)))
-        cancel = rpc.CancelCommand(request_id=self._source.choice(names))
+        cancel = rpc.CancelCommand(request_id=self.source.choice(names))
         await call.write(rpc.StreamResultRequest(cancel=cancel))
         await call.done_writing()
         async for _ in call:
@@ -131,26 +135,8 @@ class Load:
         """Read a stream on a separate connection that is closed midway."""
         with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
             async with self._sender.connect() as channel:
-                async with asyncio.timeout(self._source.random() * 0.3):
+                async with asyncio.timeout(self.source.random() * 0.3):
                     await self.stream(channel=channel, stop={"max_tokens": 200})
-
-
-async def _cancelled(load: Load) -> None:
-    await load.stream(most=load._source.randint(1, 5), stop={"max_tokens": 100})
-
-
-async def _grammar(load: Load) -> None:
-    await load.generate(structured_output={"json_schema": SCHEMA})
-
-
-async def _tools(load: Load) -> None:
-    message = {"role": pb.CHAT_ROLE_USER, "content": "What is the weather?"}
-    tool = {"name": "weather", "parameters_json": SCHEMA}
-    await load.stream(chat={"messages": [message], "tools": [tool]})
-
-
-async def _prefix(load: Load) -> None:
-    await load.stream(text=SHARED + PREFIX + str(load._source.randint(0, 5)))
 
 
 KINDS: dict[str, Callable[[Load], Awaitable[None]]] = {
@@ -159,8 +145,10 @@ KINDS: dict[str, Callable[[Load], Awaitable[None]]] = {
     "sessions": Load.session,
     "AddRequest": Load.added,
     "disconnected": Load.disconnected,
-    "cancelled": _cancelled,
-    "grammars": _grammar,
-    "tools": _tools,
-    "shared prefixes": _prefix,
+    "cancelled": lambda load: load.stream(most=load.source.randint(1, 5), stop={"max_tokens": 100}),
+    "grammars": lambda load: load.generate(structured_output={"json_schema": SCHEMA}),
+    "tools": lambda load: load.stream(chat=CHAT),
+    "shared prefixes": lambda load: load.stream(
+        text=SHARED + PREFIX + str(load.source.randint(0, 5))
+    ),
 }
