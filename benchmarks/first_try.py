@@ -65,10 +65,8 @@ class Run:
         return has_welcomed(said)
 
     def first_token(self) -> float:
-        """Return the seconds that `headrace generate` takes until its first output.
-
-        Raises:
-            SystemFailure: it printed nothing.
+        """Return the seconds that `headrace generate` takes until its first output. Raises
+        SystemFailure if it printed nothing.
         """
         began = time.perf_counter()
         command = [str(self._clone / ".venv" / "bin" / "headrace"), "generate", "Hello"]
@@ -85,10 +83,8 @@ class Run:
 
 @contextlib.contextmanager
 def running(clone: Path, environment: Mapping[str, str]) -> Iterator[Run]:
-    """Run `make run` during the block, from when its server is ready.
-
-    Raises:
-        SystemFailure: it ended, or was not ready in time; the message has its output.
+    """Run `make run` during the block, from when its server is ready. Raises SystemFailure with its
+    output if it ended, or was not ready in time.
     """
     run = Run(clone, environment)
     command = ["make", "run", f"LISTEN={run.address}"]
@@ -100,10 +96,8 @@ def running(clone: Path, environment: Mapping[str, str]) -> Iterator[Run]:
 
 
 def parts(run: Run, ready: float, first_token: float) -> dict[str, float]:
-    """Return the seconds of each part.
-
-    Raises:
-        SystemFailure: uv did not install, so its lines are missing.
+    """Return the seconds of each part. Raises SystemFailure if uv did not install, so that its
+    lines are missing.
     """
     ends: dict[str, float] = {}
     took: dict[str, float] = {}

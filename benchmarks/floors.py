@@ -121,12 +121,8 @@ class Floor:
 def ideal(
     lengths: list[Lengths], concurrency: int | None, shape: Shape, dtype: str, rates: Rates
 ) -> Floor:
-    """Compute the ideal schedule of requests that all wait from the start.
-
-    Args:
-        lengths: the requests, in order.
-        concurrency: the most that run at the same time; None for all.
-        shape, dtype, rates: the model and the machine.
+    """Compute the ideal schedule of requests that all wait from the start, in this order.
+    concurrency: the most that run at the same time; None for all.
     """
     waiting = list(reversed(lengths))
     running: list[tuple[Lengths, int]] = []  # and the tokens generated so far
@@ -150,11 +146,7 @@ def ideal(
 
 def step_s(shape: Shape, dtype: str, batch: int, context: float, rates: Rates) -> float:
     """Return the seconds of one decode step on a GPU: weights or their products, then the KV.
-
-    Args:
-        batch: the requests in the step.
-        context: the mean number of tokens whose KV each of them reads.
-        shape, dtype, rates: the model and the device.
+    batch: the requests in the step. context: the mean number of tokens whose KV each of them reads.
     """
     parameters = shape.linear_parameters + shape.head_parameters
     products_s = max(
@@ -183,9 +175,7 @@ def _step_s(running: list[tuple[Lengths, int]], shape: Shape, dtype: str, rates:
 
 def read_shape(model: Path) -> Shape:
     """Return the size of a checkpoint, from its config and the headers of its safetensors files.
-
-    Raises:
-        ValueError: its size cannot be computed here.
+    Raises ValueError if its size cannot be computed here.
     """
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     if any("expert" in key for key in config):

@@ -68,9 +68,7 @@ WIDTH = 1024
 
 def find_model(name: str, cache: Path | None) -> Path:
     """Return the folder of a model: demo, a shape's name, or a directory. cache: see `checkpoint`.
-
-    Raises:
-        ValueError: there is none.
+    Raises ValueError if there is none.
     """
     if name in SHAPES:
         return checkpoint(name, cache or CACHE)

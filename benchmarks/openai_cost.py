@@ -117,15 +117,9 @@ System = Grpc | Http
 def turn(system: System, front: Process, options: argparse.Namespace) -> dict[str, float]:
     """Run one turn.
 
-    Args:
-        system: what is asked.
-        front: the front end.
-        options: how much is asked of it.
-
-    Returns:
-        tokens_per_s, of all chats together; front_us, between_us and cpu_us, the CPU time a token
-        of the front end, of what is in front of it, and of both; first_ms, the median time to a
-        single chat's first token; resident_mb, the memory of what is in front of the front end.
+    Returns tokens_per_s, of all chats together; front_us, between_us and cpu_us, the CPU time a
+    token of the front end, of what is in front of it, and of both; first_ms, the median time to a
+    single chat's first token; resident_mb, the memory of what is in front of the front end.
     """
     firsts_ms = []
     for _ in range(options.firsts):

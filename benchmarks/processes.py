@@ -49,14 +49,8 @@ class Program:
         environment: Mapping[str, str],
         root: Path = ROOT,
     ) -> None:
-        """Start the process.
-
-        Args:
-            name: its name in messages.
-            command: its words.
-            log: the file for its standard error.
-            environment: its variables, besides those of this process.
-            root: the folder in which it runs.
+        """Start the process in the folder `root`. log: the file for its standard error.
+        environment: variables besides those of this process.
         """
         self.name = name
         self._log_path = log

@@ -36,15 +36,9 @@ def rewrite(text: str, read: Callable[[str], dict[str, Any] | None]) -> str:
 
 
 def update(document: Path, root: Path, *, check: bool = False) -> bool:
-    """Write a document's blocks. Returns whether they were already up to date.
-
-    Args:
-        document: the file.
-        root: the folder to which the names of records are relative.
-        check: do not write.
-
-    Raises:
-        ValueError: a record has another format.
+    """Write a document's blocks unless they are only checked. Returns whether they were already up
+    to date. root: the folder to which the names of records are relative. Raises ValueError if a
+    record has another format.
     """
     old = document.read_text()
     new = rewrite(old, lambda name: read_record(root / name))

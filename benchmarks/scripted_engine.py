@@ -67,13 +67,8 @@ _HEAD = 200
 
 
 def prompt_of(key: str, *, wait_s: float, every_s: float, size: int = 0) -> str:
-    """Return the prompt of a request to `paced`.
-
-    Args:
-        key: the request's unique name.
-        wait_s: the time until its first token.
-        every_s: the time between two tokens.
-        size: the size of the prompt in bytes; 0 for the smallest.
+    """Return the prompt of a request to `paced`: its unique name, the seconds until its first token
+    and between two tokens, and the prompt's size in bytes; 0 for the smallest.
     """
     return f"{key} wait={wait_s:g} every={every_s:g} ".ljust(size, ".")
 

@@ -51,10 +51,7 @@ class SystemSpec:
 
     def on(self, cpus: list[int]) -> SystemSpec:
         """Return it with its interpreter and the variables of its process. cpus: the CPUs that it
-        may use.
-
-        Raises:
-            FileNotFoundError: a library to preload is not in its environment.
+        may use. Raises FileNotFoundError if a library to preload is not in its environment.
         """
         found = {
             name: value.format(cpus=",".join(map(str, cpus)))

@@ -102,10 +102,8 @@ def merged_share(counted: Counter[str]) -> float:
 
 
 def measure_kind(address: str, kind: str, options: argparse.Namespace) -> list[Counter[str]]:
-    """Return the sessions of a kind that count.
-
-    Raises:
-        RuntimeError: too many of them had merged events, because the machine is busy.
+    """Return the sessions of a kind that count. Raises RuntimeError if too many of them had merged
+    events, because the machine is busy.
     """
     found: list[Counter[str]] = []
     for run in range(3 * options.runs):

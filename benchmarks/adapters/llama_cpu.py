@@ -152,12 +152,8 @@ class LlamaCpp:
 
 
 def _prepare(order: dict[str, Any], given: str | None, quantized: str | None) -> Path:
-    """Return the model's file, which is made if it does not exist.
-
-    Args:
-        order: the order to load.
-        given: a file to use instead.
-        quantized: the type of llama.cpp for the weights; None for the order's.
+    """Return the model's file, which is made if it does not exist: `given`, or the order's model in
+    its type or in the type of llama.cpp that `quantized` names.
     """
     if given is not None:
         return Path(given)

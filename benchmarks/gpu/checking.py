@@ -121,12 +121,8 @@ def failures(part: Part) -> list[dict[str, Any]]:
 
 
 def bars(needs: Collection[str], failed: Iterable[dict[str, Any]]) -> str | None:
-    """Return why a part is not measured; None if nothing that it needs has failed.
-
-    Args:
-        needs: the keys of checks.
-        failed: rows of checks. A row without a key (the checks' process ended) blocks all parts
-            that need any check.
+    """Return why a part is not measured; None if no check that it needs is among those that failed.
+    Without the checks' process (`ALL`), nothing that needs any is measured.
     """
     why = [
         f"{row['key']} has failed: {row['detail']}"

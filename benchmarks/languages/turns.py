@@ -80,16 +80,10 @@ CASES = (
 
 
 def measure_case(case: Case, rows: Sequence[Row], turns: int | None = None) -> dict[str, Any]:
-    """Run a case with all languages in turns, and return its part of the record.
+    """Run a case with all languages in turns, and return its part of the record. turns: how many
+    count; None for the case's own number. One more runs first and does not count.
 
-    Args:
-        case: the case.
-        rows: the languages.
-        turns: the number of turns that count; None for the case's own number. One more runs first
-            and does not count.
-
-    Raises:
-        SystemFailure: a process failed, or lost or made up tokens.
+    Raises SystemFailure if a process failed, or lost or made up tokens.
     """
     sizes = tuple(map(str, (case.sessions, case.requests, case.tokens)))
     with ExitStack() as stack:

@@ -105,17 +105,13 @@ def proxy(
     config: Path | None = None,
     changes: Mapping[str, str] | None = None,
 ) -> AbstractContextManager[Process]:
-    """Start a proxy in front of a server on a port of 127.0.0.1, and wait until it listens.
+    """Start a proxy, which is installed, in front of a server's port, and wait until it listens on
+    one of 127.0.0.1.
 
-    Args:
-        program: the proxy program, which is installed.
-        folder: an exclusive folder for its configuration and its log.
-        upstream: the server's port.
-        config: its configuration; None for the one in deploy/.
-        changes: replacements for texts in the configuration.
+    folder: its own, for its configuration and its log. config: None for the one in deploy/.
+    changes: replacements for texts in it.
 
-    Raises:
-        SystemFailure: it ended, or did not listen in time; the message has its output.
+    Raises SystemFailure with its output if it ended, or did not listen in time.
     """
     assert program.path is not None
     port = free_port()

@@ -51,10 +51,8 @@ _HEADINGS = {
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Try all calls.
-
-    Raises:
-        SystemFailure: a program is not installed, or a result is not as expected.
+    """Try all calls. Raises SystemFailure if a program is not installed, or a result is not as
+    expected.
     """
     programs = [one for one in PROGRAMS if one.name in options.proxy]
     if absent := [one.missing for one in programs if one.path is None]:
@@ -97,13 +95,8 @@ def server(pings_s: float) -> AbstractContextManager[Process]:
 def way(
     name: str, server: Process, config: Path, changes: Mapping[str, str] | None = None
 ) -> Iterator[Way]:
-    """Run a proxy in front of a server.
-
-    Args:
-        name: the way's name, which begins with the program's.
-        server: the server.
-        config: the proxy's configuration.
-        changes: see `proxy`.
+    """Run a proxy in front of a server. name: the way's, which begins with the program's. changes:
+    see `proxy`.
     """
     [program] = [one for one in PROGRAMS if one.name == name.partition(",")[0]]
     with (

@@ -312,11 +312,8 @@ def machine_process(
 
 
 def limits_of(cases: Sequence[Case], room: float = 1.0) -> dict[str, int]:
-    """Return what a system must have room for.
-
-    Args:
-        cases: what it is asked.
-        room: the tokens that its cache has, in those that it needs at most.
+    """Return what a system must have room for. room: the tokens that its cache has, in those that
+    the cases need at most.
     """
     needs = [
         sum(sorted((one.total for one in case.lengths), reverse=True)[: case.most_at_once])

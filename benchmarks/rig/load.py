@@ -125,10 +125,8 @@ class _Call:
 async def send(
     sessions: Sequence[Calls | AsyncSession], prompts: Prompts, requests: int, at_once: int
 ) -> Tally:
-    """Send this many requests, as many at once, and return what was measured.
-
-    Raises:
-        RuntimeError: a request was refused or failed.
+    """Send this many requests, as many at once, and return what was measured. Raises RuntimeError
+    if one was refused or failed.
     """
     tally = Tally()
     await _run(sessions, prompts, at_once, tally, requests).run()

@@ -174,13 +174,8 @@ def paired(
     run: Callable[[str], Mapping[str, float]],
     save: Callable[[Turns], None] = lambda turns: None,
 ) -> Turns:
-    """Let systems take turns (`in_turns`), and print each turn's figures. Returns those that count.
-
-    Args:
-        names: the systems.
-        count: how many turns of each count.
-        run: runs a turn of a system and returns its figures.
-        save: is given what there is so far, after each turn that counts.
+    """Let systems take turns (`in_turns`), so many of each, and print each turn's figures. Returns
+    those that count. save: is given what there is so far, after each turn that counts.
     """
     turns: Turns = {name: [] for name in names}
     for number, name in in_turns(names, count):

@@ -188,12 +188,8 @@ def flags_of(options: argparse.Namespace, *more: str) -> tuple[str, ...]:
 def scripted(
     script: str, *options: object, on_socket: bool = True, prefix: Sequence[str] = ()
 ) -> AbstractContextManager[Process]:
-    """Run a server whose engine computes nothing (`benchmarks.scripted_engine`) during the block.
-
-    Args:
-        script: what its engine does.
-        options: the script's options.
-        on_socket, prefix: as in `serve`.
+    """Run a server during the block whose engine computes nothing: see `benchmarks.scripted_engine`
+    for its scripts and their options. on_socket, prefix: as in `serve`.
     """
     command = (*prefix, sys.executable, "-m", "benchmarks.scripted_engine", script)
     return _listening((*command, *map(str, options)), on_socket=on_socket)

@@ -30,14 +30,8 @@ def witnessed(
     program: Sequence[str] | None = None,
     tokens: int = 500,
 ) -> Iterator[tuple[Server, Witness]]:
-    """Yield a ready server and its witness.
-
-    Args:
-        more: further options of the server.
-        model: the model's directory.
-        tls: whether the server uses TLS on a TCP address.
-        program: the program to run instead of `headrace-server`.
-        tokens: the number of tokens of each of the witness's requests.
+    """Yield a ready server and its witness. `more`, `model`, `tls`, `program`: as of a Server;
+    `tokens`: of each of the witness's requests.
     """
     with (
         TemporaryDirectory(prefix="headrace-") as name,

@@ -65,10 +65,8 @@ class Campaign:
     def run(self, part: Part) -> dict[str, str]:
         """Run a part. Returns the broken promises: what was found first, by "part/row".
 
-        Raises:
-            SystemFailure: a server did not start, an attacker failed by itself, or the file of the
-                records has another format.
-            WitnessError: a server cannot be witnessed.
+        Raises SystemFailure if a server did not start or the records have another format,
+        WitnessError if a server cannot be witnessed.
         """
         plan = self._plan
         record = Record(plan.path)

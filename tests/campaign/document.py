@@ -70,14 +70,8 @@ REMARKS = {
 
 
 def update(path: Path, *, check: bool) -> bool:
-    """Write the document from the records. Returns whether it was already up to date.
-
-    Args:
-        path: the file of the records.
-        check: only check, without writing.
-
-    Raises:
-        SystemFailure: the file has another format.
+    """Write the document from the file of the records, unless it is only checked. Returns whether
+    it was already up to date. Raises SystemFailure if the file has another format.
     """
     text = render(PROMISES.read_text(), list(PARTS.values()), Record(path).parts)
     old = DOCUMENT.read_text() if DOCUMENT.exists() else ""

@@ -193,11 +193,8 @@ async def _refused(stub: Any) -> str | None:
 
 
 async def drain_once(folder: Path, *, by_operator: bool = False) -> Outcome:
-    """Start a server, drain it, and check what arrives.
-
-    Args:
-        folder: an exclusive folder for the Unix socket.
-        by_operator: whether a Drain starts it, rather than a signal.
+    """Start a server, drain it by a signal or by an operator's Drain, and check what arrives.
+    `folder`: its own, for the Unix socket.
     """
     async with fake_server.process(f"unix:{folder / 's'}", "127.0.0.1:0") as process:
         said = await fake_server.read_until(process, "Stop it with")

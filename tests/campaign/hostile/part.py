@@ -131,11 +131,8 @@ class Attacks:
         self._calm: Report | None = None
 
     def run(self, group: Group, inputs: list[Input]) -> None:
-        """Run the inputs of a group. A new server replaces one that is lost.
-
-        Raises:
-            SystemFailure: a server did not start.
-            WitnessError: the server cannot be witnessed.
+        """Run the inputs of a group. A new server replaces one that is lost. Raises SystemFailure,
+        WitnessError.
         """
         todo = inputs
         while todo:

@@ -116,11 +116,8 @@ class Sender:
         return min(self.below // 3, max(MIN_MOST_TOKENS, self.limits.max_context_tokens))
 
     def connect(self, *more: tuple[str, int], certificate: bytes | None = None) -> grpc.aio.Channel:
-        """Return a new channel. It connects on first use and stays open until `close`.
-
-        Args:
-            more: further options of the channel.
-            certificate: the server's, to connect by TLS.
+        """Return a new channel, with more options. It connects on first use and stays open until
+        `close`. certificate: the server's, to connect by TLS.
         """
         self.connections += 1
         options = [*OPTIONS, ("headrace.number", self.connections), *more]
@@ -163,14 +160,8 @@ class Sender:
         """Send one message and read all answers. Returns how the call ended and its first answer;
         only a cancelled call is tallied here.
 
-        Args:
-            method: the RPC's path.
-            raw: the message.
-            gzip: whether to compress it.
-            token: the bearer token; None for the attacker's own, empty for none.
-            channel: the connection; None for the default one.
-            patience_s: the call's timeout.
-            metadata: additional metadata.
+        token: None for the attacker's own, empty for none. channel: None for the default one.
+        patience_s: the call's timeout.
         """
         metadata = [*metadata, *self.credentials(token)]
         options: dict[str, Any] = {"metadata": metadata, "timeout": patience_s}
@@ -218,14 +209,9 @@ class Sender:
         stay: bool = False,
         channel: grpc.aio.Channel | None = None,
     ) -> None:
-        """Send messages on one stream and tally how it ended.
-
-        Args:
-            messages: sent as fast as the server accepts them.
-            method: the RPC's path.
-            read: whether to read the answers.
-            stay: whether to keep the stream open after the last message.
-            channel: the connection; None for the default one.
+        """Send messages on one stream, as fast as the server accepts them, and tally how it ended.
+        read: whether the answers are read. stay: whether the stream stays open after the last
+        message.
         """
 
         async def sent() -> AsyncIterator[bytes]:

@@ -62,13 +62,9 @@ class Server:
     ) -> None:
         """Start the process, wait until it is ready, and read its limits. Raises SystemFailure.
 
-        Args:
-            model: the model's directory.
-            folder: where the log, the callers file and the socket are written.
-            tls: whether the server uses TLS on a TCP address; it then has a Unix socket without
-                TLS.
-            more: further options of the server.
-            program: the program to run instead of `headrace-server`.
+        folder: where the log, the callers file and the socket are written. tls: whether it uses TLS
+        on a TCP address; it then has a Unix socket without TLS. more: further options. program:
+        what to run instead of `headrace-server`.
         """
         self.target = self.tls_target = self.health_target = ""
         self.cache_bytes = 0
@@ -149,13 +145,8 @@ class Server:
         return Sender(**self.attacker(seed))
 
     def call(self, method: str, raw: bytes, caller: str = "", *, target: str = "") -> bytes:
-        """Make a call and return its answer. Raises RpcError.
-
-        Args:
-            method: the RPC's path.
-            raw: the message.
-            caller: whose token is sent; empty for none.
-            target: another address that leads to the server.
+        """Make a call and return its answer. Raises RpcError. caller: whose token is sent; empty
+        for none. target: another address that leads to the server.
         """
         metadata = [("authorization", f"Bearer {self.token(caller)}")] if caller else []
         with grpc.insecure_channel(target or self.target) as channel:

@@ -44,12 +44,9 @@ class Sent:
 
 
 def flood(port: int, block: bytes, seconds: float, growth: Callable[[], int]) -> Sent:
-    """Send until time is up or everything has been sent; then close all connections.
-
-    Args:
-        port: the port on 127.0.0.1.
-        block: each frame's content: whole header fields.
-        growth: returns the largest memory growth of a process, in bytes.
+    """Send until time is up or everything has been sent; then close all connections. block: each
+    frame's content, whole header fields. growth: returns the largest memory growth of a process, in
+    bytes.
     """
     head = HELLO + HeadersFrame(1, block).serialize()
     more = ContinuationFrame(1, block).serialize()

@@ -48,11 +48,7 @@ def run(course: Course) -> None:
 
 
 def flooded(course: Course, way: str, kind: str) -> Tried:
-    """Flood a new server and return the row.
-
-    Raises:
-        SystemFailure: the server or Envoy did not start.
-    """
+    """Flood a new server and return the row. Raises SystemFailure if it or Envoy did not start."""
     with closing(Server(DEMO, course.folder)) as server, _before(server, way, course) as before:
         pids = {name.replace("_", " "): pid for name, pid in server.pids.items()}
         if before is not None:

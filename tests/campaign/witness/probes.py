@@ -261,10 +261,8 @@ def named(error: grpc.aio.AioRpcError) -> str:
 
 @asynccontextmanager
 async def observing(plan: Plan) -> AsyncIterator[Observer]:
-    """Yield an observer that has learned the expected results and keeps watching.
-
-    Raises:
-        WitnessError: there is no server, or it cannot be witnessed.
+    """Yield an observer that has learned the expected results and keeps watching. Raises
+    WitnessError if there is no server, or it cannot be witnessed.
     """
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with contextlib.AsyncExitStack() as stack:

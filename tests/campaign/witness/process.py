@@ -55,9 +55,7 @@ class Witness:
 
     def start(self) -> None:
         """Start the process. Returns once the undisturbed runs are over and the witness is
-        watching.
-
-        Raises WitnessError.
+        watching. Raises WitnessError.
         """
         self._process.start()
         self._theirs.close()  # so that its end is the end of the pipe

@@ -104,12 +104,7 @@ class Case:
 
 def generates(*answers: str, each: bool = False, **spec: Any) -> Case:
     """Return a case of Generate with a short prompt and one token, if the spec's fields do not say
-    otherwise.
-
-    Args:
-        answers: the expected answers; none for OK.
-        each: as of a Case.
-        spec: the spec's fields; functions of the sender are called with it.
+    otherwise; functions of the sender are called with it. Without answers, OK is expected.
     """
 
     def message(s: Sender) -> Message:
