@@ -66,7 +66,6 @@ class Cell(Case):
     Attributes:
         figure: which of a turn's results it is.
         aim: the target ratio; None if there is none.
-        unit: its unit.
     """
 
     figure: str = "output_rate"
@@ -81,9 +80,7 @@ class Group:
     Attributes:
         name: what `--family` calls it.
         make: returns the checkpoint in a cache folder, which is made if it does not exist.
-        cells: what is measured.
         adapters: the adapter of each system.
-        dtype: the type of the weights.
     """
 
     name: str

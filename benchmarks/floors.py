@@ -38,7 +38,6 @@ class Shape:
         linear_parameters: the parameters of the layers' matrices.
         head_parameters: the parameters of the matrix that computes the logits.
         other_parameters: the parameters of norms and biases.
-        vocab_size: the number of tokens in the vocabulary.
         max_tokens: the longest context.
         attention_width: the number of heads times their dimension, summed over the layers.
         kv_width: the number of KV elements per token, over all layers.

@@ -35,7 +35,6 @@ class Figure:
     Attributes:
         tokens, messages: what the client received during the measurement.
         cpu_s: the CPU time of the server's process during the measurement.
-        wall_s: the duration of the measurement.
     """
 
     tokens: int

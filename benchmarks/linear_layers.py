@@ -67,9 +67,7 @@ class Contender:
 
     Attributes:
         name: the implementation and the type of the weights.
-        dtype: the type of the inputs.
         weight_bytes: of all layers.
-        layers: the layers.
         best, passes: the best time of each layer, and the time of each pass over all layers, in
             seconds.
     """

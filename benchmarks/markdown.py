@@ -40,8 +40,6 @@ class Aim:
     """What is measured, and how it is told.
 
     Attributes:
-        what: its description.
-        value: its value.
         told: the value as text.
         least, most: the bounds that it is to keep; None if there is no such bound.
     """

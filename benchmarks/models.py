@@ -162,6 +162,18 @@ def random_model(name: str, *, device: str, dtype: torch.dtype, seed: int = 0) -
     return model.eval()
 
 
+def built_model(order: Mapping[str, Any]) -> PreTrainedModel | None:
+    """Return the model of an adapter's order: that of the shape which "build" names, made on the
+    order's device, where every system has the same weights. None without: "model" is a directory.
+    """
+    import torch
+
+    if order.get("build") is None:
+        return None
+    dtype = getattr(torch, order["dtype"])
+    return random_model(order["build"], device=order.get("device", "cpu"), dtype=dtype)
+
+
 def _spread(name: str) -> float:
     """Return the factor for the weights, which is smaller for wider models. A product of the layers
     then has the same gain as in the 0.6B shape, and rounding errors grow no faster.

@@ -52,7 +52,6 @@ class Shape:
     Attributes:
         name: the name of the row.
         model: demo, a name of `benchmarks.models`, or a shape with random weights.
-        flags: flags of plan and serve.
     """
 
     name: str

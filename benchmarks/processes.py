@@ -34,12 +34,7 @@ class SystemFailure(Exception):
 
 
 class Program:
-    """A process that answers each line of JSON with a line of JSON. Ends with its block.
-
-    Attributes:
-        name: its name in messages.
-        pid: the process id.
-    """
+    """A process that answers each line of JSON with a line of JSON. Ends with its block."""
 
     def __init__(
         self,

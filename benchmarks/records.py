@@ -22,7 +22,6 @@ class Record:
 
     Attributes:
         path: its file; None if it is not written.
-        data: its content.
         is_told: whether what is put in it is printed, too.
     """
 

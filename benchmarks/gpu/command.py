@@ -127,10 +127,7 @@ class Run:
     """Runs the parts of one call.
 
     Attributes:
-        options: the command's.
-        record: the device's.
         machine: the process that measures its rates.
-        sizes: how much is measured.
         provenance: the sources' commit and the packages' versions.
     """
 

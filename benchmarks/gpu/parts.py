@@ -79,10 +79,7 @@ class Session:
 
     Attributes:
         part: its place in the record.
-        bench: its systems.
         model, shape: its model's name and size.
-        device: the device's name.
-        sizes: how much is measured.
         cache: the folder for checkpoints.
     """
 
@@ -347,8 +344,6 @@ class Measuring:
     """A part: what it measures, with which model, and why.
 
     Attributes:
-        run: runs the part.
-        model: the model's shape.
         meaning: its description for the terminal.
         needs: keys of the checks without which its results mean nothing.
         sizes: how much it measures, given what the command was asked for.

@@ -31,8 +31,6 @@ class Part:
     """One part of a record.
 
     Attributes:
-        record: the record.
-        name: the part's name.
         about: where its results come from: the sources' commit and the packages' versions, its
             model and sizes.
     """

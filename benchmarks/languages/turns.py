@@ -50,11 +50,9 @@ class Case:
 
     Attributes:
         name: its name on the command line and in the record.
-        meaning: a description in words.
         sessions, requests, tokens: the size of a turn; requests are per session.
         per_second: the scripted engine's steps per second; 0 for no pause.
         demo: whether the server is the real one with the demo model.
-        turns: the number of turns that count.
     """
 
     name: str

@@ -28,8 +28,6 @@ class Program:
 
     Attributes:
         name: the name of its command and of its configuration file.
-        title: its name in texts.
-        install: how to install it.
         ask: the option that prints its version.
         command: returns the arguments of its command, given the folder and the configuration. They
             keep it in the foreground, with errors on its standard error.

@@ -72,8 +72,6 @@ class Case:
 
     Attributes:
         name: the name in what is said, and the seed of the prompts.
-        lengths: the requests.
-        meaning: a description.
         load: how they arrive.
         sampling: options of every request; None for greedy.
         is_repeated: whether the prompts are the same in every turn, so that a prefix cache has
@@ -108,7 +106,6 @@ class Found:
     """What came of a case so far.
 
     Attributes:
-        case: the case.
         turns: the results of the turns that count, by system.
         machine: the machine's rates and its load before turns.
         last: each system's last turn.
@@ -135,9 +132,7 @@ class Bench:
         machine: the process that measures the machine's rates (`machine_process`).
         logs: the folder for the systems' output.
         about: what each of them is told when it loads the model, besides its own options.
-        vocab_size: the model's.
         time: how long may be measured.
-        say: tells the user a line.
         load_s, turn_s: the longest that loading and a turn may take; None: what is left of the
             time.
         environment: variables of every process.

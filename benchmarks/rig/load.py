@@ -65,7 +65,6 @@ class Chats:
 
     Attributes:
         text: returns the message of number 0, 1, …
-        tokens: the tokens of each answer.
         temperature: 0 for greedy answers.
     """
 

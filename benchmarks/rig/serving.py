@@ -40,7 +40,6 @@ class Process:
     """A process that has started.
 
     Attributes:
-        popen: the process.
         log: the file of its output.
         start_s: the seconds until it was ready.
         address: where it listens; empty if it has no single address.

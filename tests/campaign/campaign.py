@@ -32,13 +32,11 @@ class Plan:
     """How to run parts.
 
     Attributes:
-        seed: the seed of all random choices.
         is_cut: whether to run only CI's cut.
         again: whether to repeat rows that are already recorded.
         minutes: the time after which no further part starts.
         seconds: the duration of each item with an adjustable duration; None for the part's default.
         only: run only rows whose names contain this; empty for all.
-        path: the file of the records.
     """
 
     seed: int

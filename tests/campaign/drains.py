@@ -62,7 +62,6 @@ class Outcome:
 
     Attributes:
         failures: what did not arrive: the client's name, and what it got instead.
-        exit_code: the exit code of the process.
         after_last_s: the time from the answer to the cancel to the end of the process.
     """
 

@@ -19,7 +19,6 @@ class Tried:
 
     Attributes:
         name: a name that is unique in its part.
-        what: a one-line description of what was tried.
         promises: the numbers of the promises in docs/promises.md that the row tests.
         count: how often it was tried.
         worst: the worst value seen, with its unit; empty if nothing is measured.
@@ -41,12 +40,10 @@ class Course:
     """One run of a part, as the part sees it.
 
     Attributes:
-        seed: the seed of all random choices.
         is_cut: whether this is CI's short run.
         folder: a temporary folder, removed at the end.
         known: the rows that are already recorded and are not tried again.
         record: called with each row as soon as it is known.
-        say: shows progress.
         seconds: the duration of each item with an adjustable duration; None for the part's default.
         only: run only rows whose names contain this; empty for all.
     """
@@ -86,9 +83,6 @@ class Part:
     """One part of the campaign.
 
     Attributes:
-        name: the part's name for `--part`.
-        meaning: a one-line description.
-        run: runs the part.
         has_calm: whether the campaign measures a calm server first. A part with its own server and
             witness does so itself.
         in_cut: whether CI's cut includes the part.

@@ -41,7 +41,6 @@ class Neighbour(threading.Thread):
 
     Attributes:
         answers: the number of streams that completed.
-        wrong: the errors that came instead of an answer.
     """
 
     def __init__(self, port: int, token: str) -> None:
@@ -99,8 +98,6 @@ class Attacker:
     """Connections and requests for one attack on the door.
 
     Attributes:
-        port: the door's port.
-        token: the token that requests carry.
         until: when the attack ends, in monotonic seconds.
         answers: the number of answers by HTTP status; "closed" counts connections that closed
             without an answer.

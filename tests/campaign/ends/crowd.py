@@ -58,7 +58,6 @@ class Crowd:
 
     Attributes:
         ends: the number of requests by kind of end.
-        wrong: the violations found.
     """
 
     def __init__(self, source: random.Random, count: int) -> None:

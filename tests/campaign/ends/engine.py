@@ -30,11 +30,7 @@ _POLL_S = 0.0005
 
 
 class Gate:
-    """Limits how many steps may pass. Its state is in a file that two processes can share.
-
-    Attributes:
-        path: the file.
-    """
+    """Limits how many steps may pass. Its state is in a file that two processes can share."""
 
     def __init__(self, path: Path) -> None:
         """Map the file, which is created if necessary. All steps may pass initially."""

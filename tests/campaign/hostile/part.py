@@ -86,7 +86,6 @@ class _Place:
 
     Attributes:
         server, witness: both running.
-        attacker: the process that sends the inputs.
         first: memory by process when the server was new, in bytes.
         highest: the highest memory by process since then, in bytes.
     """

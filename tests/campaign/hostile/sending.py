@@ -53,14 +53,11 @@ class Sender:
     """One attacker's connections and its tally of answers.
 
     Attributes:
-        target: the server's gRPC target.
         tls_target: the server's TCP address with TLS; empty if it has none.
         token: the attacker's token; empty for a stranger.
         operator: a token that may call ControlService.
         card: the model's card, and `limits`, the server's limits on it.
         source: the random generator for everything that is drawn.
-        tally: the number of calls by answer.
-        connections: the number of connections opened.
         channel: the default connection of all calls.
     """
 

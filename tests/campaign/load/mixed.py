@@ -36,8 +36,6 @@ class Load:
 
     Attributes:
         tally: the number of requests by how they ended.
-        sent: the number of requests sent.
-        kinds: the number of requests by kind.
     """
 
     def __init__(self, sender: Sender, source: random.Random) -> None:

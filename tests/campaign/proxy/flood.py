@@ -33,8 +33,6 @@ class Sent:
     """What was sent.
 
     Attributes:
-        bytes: the number of frame bytes sent.
-        connections: the number of connections opened.
         is_capped: whether sending stopped because a process used too much memory.
     """
 

@@ -13,7 +13,6 @@ class Watched:
     """A process whose memory is watched.
 
     Attributes:
-        pid: the process id.
         start, peak, now: as in `Memory`.
     """
 

@@ -45,13 +45,10 @@ class Plan:
     """The settings of a witness.
 
     Attributes:
-        target: the server's gRPC target.
         health_target: the address for health checks; None for `target`.
         token: a bearer token; None to send none.
         prompt: the prompt of its requests, which it also tokenizes.
-        tokens: the number of tokens of each request.
         pids: the processes whose memory is watched, by name.
-        ready_s: how long to wait for the server to be ready.
     """
 
     target: str

@@ -34,7 +34,6 @@ class Memory:
     """Resident memory of one process, in bytes.
 
     Attributes:
-        pid: the process id.
         start, now: at the beginning and the end of the window; `now` is 0 if the process is gone.
         peak: the highest in between, from samples, or from the kernel's high-water mark if it rose.
     """
@@ -59,8 +58,6 @@ class Report:
     """What a witness saw in one window of time.
 
     Attributes:
-        seconds: the length of the window.
-        tokens: the number of tokens received.
         requests: the number of requests that ended with all their tokens.
         gaps: the waits between two messages with tokens of one request.
         first_tokens: the waits from a request's start to its first token, including refused tries.
@@ -72,8 +69,6 @@ class Report:
         not_serving: the number of health checks that failed or had another answer than SERVING.
         refusals: the number of requests, Tokenize calls and health checks that were refused or
             failed, by code and reason.
-        ticks: how often the witness's timer fired.
-        lag: how late the timer fired.
         memory: the memory of the watched processes, by name.
     """
 

@@ -24,8 +24,6 @@ class Call:
     """A message as bytes, and how it is sent; a session's command is sent on a session of its own.
 
     Attributes:
-        method: the path of the RPC.
-        raw: the message.
         gzip, token, patience_s: as of `Sender.call`.
     """
 
@@ -44,8 +42,6 @@ class Input:
     """A hostile input.
 
     Attributes:
-        name: a name that is unique among all inputs.
-        meaning: one line that says what is sent.
         send: sends the input. It returns when everything has been sent and answered, or is
             cancelled when its time is up.
         answers: the answers of which at least one must occur, in the format of `sending.told`, to
@@ -75,9 +71,7 @@ class Case:
         message: builds the message from what the attacker knows of the server.
         answers: the expected answers, in the format of `sending.told`; `*` ends a prefix.
         each: whether the message is rebuilt for every call, so that the server cannot use a cache.
-        metadata: the metadata of the call.
         patience_s: the time after which the caller gives up.
-        is_operator: whether an operator makes the call.
         field: the contract's field under attack, as "Label.name", if the case is derived from it.
     """
 
@@ -132,10 +126,8 @@ class Group:
     """Inputs that are tried on one server after one calm period.
 
     Attributes:
-        name: a name that is unique among all groups.
         tls: whether the server uses TLS on a TCP address; the witness then uses a Unix socket.
         options: the server's options in addition to its defaults.
-        inputs: the inputs in the order in which they are tried.
     """
 
     name: str
