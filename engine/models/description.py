@@ -32,6 +32,16 @@ centered: a layer norm; the mean of x is subtracted first.
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """The activation of gpt-oss's experts: (up + 1) · gate · sigmoid(factor · gate). Gate and up
+    alternate, and are clamped first: both to at most `limit`, and up to at least its negative.
+    """
+
+    factor: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """A norm.
 
@@ -91,6 +101,8 @@ class Attention:
         rotary: the index in Decoder.rotaries, or None if nothing is rotated.
         scaling: multiplies scores.
         softcap: scores become softcap · tanh(score / softcap). None for no cap.
+        sinks: the name of the module's parameter [Hq] of logits that take part in the softmax
+            without values, or None if there is none.
         gated: whether the projection makes a gate after each head's query, by whose sigmoid the
             head's result is multiplied.
     """
@@ -107,6 +119,7 @@ class Attention:
     rotary: int | None
     scaling: float
     softcap: float | None
+    sinks: str | None
     gated: bool
 
 
@@ -195,14 +208,38 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
-    """A mixture of experts instead of an MLP. The model's own module computes it.
+class Routing:
+    """How a mixture chooses each token's experts, and what these compute.
 
     Attributes:
-        module: the path of that module.
+        router: the path of the module whose weight [E, K] and bias [E], if any, score all experts.
+        experts: the path of the module with the weights of all experts.
+        chosen: the number of experts of a token, those with the largest scores.
+        normed: whether the weights of a token's experts, which are the softmax of all scores, are
+            divided by their sum.
+        rounds: whether weights, and results times weights, are rounded to the model's dtype.
+        activation: between the two products of an expert.
+    """
+
+    router: str
+    experts: str
+    chosen: int
+    normed: bool
+    rounds: bool
+    activation: Activation | ClampedGate
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts instead of an MLP.
+
+    Attributes:
+        module: the path of the module that computes it.
+        routing: what it computes. None if only the module itself knows.
     """
 
     module: str
+    routing: Routing | None
 
 
 @dataclass(frozen=True, slots=True)

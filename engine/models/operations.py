@@ -1,14 +1,15 @@
-"""The four operations that a decoder needs in addition to attention:
+"""The five operations that a decoder needs in addition to attention:
 
     multiply  x · weight + bias ─▶        a product
     add_norm  x + norm(made) ─ norm ─▶    the sum, and the input of the next product
     turn      queries, keys, values ─▶    norms, rotary embeddings, the write into the KV cache
     gate      activation(gate) · up ─▶    the input of an MLP's last product
+    mix       a mixture of experts ─▶     the results of each token's experts, added up
 
 `TorchOperations` is the reference implementation in plain torch, for any device.
-`engine.models.triton_operations` computes the same on a CUDA device, with one kernel for each.
-Elements are computed in float32, and rounded wherever the models' own operations round. Only the
-order of sums and the last bits of e^x may differ.
+`engine.models.triton_operations` computes the same on a CUDA device, with one kernel for each, and
+seven for a mixture. Elements are computed in float32, and rounded wherever the models' own
+operations round. Only the order of sums and the last bits of e^x may differ.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing_extensions import override
 
 from engine.models import description as described
 
+Gate = described.Activation | described.ClampedGate
+"""What is applied to an MLP's first product. A ClampedGate always has a gate."""
 Tables = tuple[torch.Tensor, torch.Tensor]
 """The cosines and sines for a step's tokens, [T, dim / 2] each."""
 
@@ -69,6 +72,24 @@ class Heads:
     rotary_dim: int = 0
     paired: bool = False
     rounds_products: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundMixture:
+    """A mixture of experts with its tensors.
+
+    Attributes:
+        router: [E, K], whose product scores the experts.
+        router_bias: [E], or None if there is none.
+        experts: the module with the weights of all experts, in the form that transformers'
+            ExpertsInterface knows.
+        routing: how experts are chosen, and what they compute.
+    """
+
+    router: torch.Tensor
+    router_bias: torch.Tensor | None
+    experts: torch.nn.Module
+    routing: described.Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +161,22 @@ class Operations(Protocol):
         """
         ...
 
-    def gate(
-        self, inner: torch.Tensor, activation: described.Activation, *, gated: bool
-    ) -> torch.Tensor:
+    def gate(self, inner: torch.Tensor, activation: Gate, *, gated: bool) -> torch.Tensor:
         """Apply the activation to the result of an MLP's first product.
 
         Args:
-            inner: [T, N], or if gated [T, 2 N], gate first, then up.
+            inner: [T, N], or if gated [T, 2 N], gate first, then up, unless the activation says
+                otherwise.
             activation: applied to the gate, or to all elements without one.
             gated: whether the activation is multiplied by `up`.
 
         Returns:
             [T, N].
         """
+        ...
+
+    def mix(self, x: torch.Tensor, mixture: BoundMixture) -> torch.Tensor:
+        """Compute a mixture of experts: [T, K] → [T, K]."""
         ...
 
 
@@ -198,13 +222,19 @@ class TorchOperations(Operations):
         return query.contiguous()
 
     @override
-    def gate(
-        self, inner: torch.Tensor, activation: described.Activation, *, gated: bool
-    ) -> torch.Tensor:
+    def gate(self, inner: torch.Tensor, activation: Gate, *, gated: bool) -> torch.Tensor:
+        if isinstance(activation, described.ClampedGate):
+            return _clamped(inner, activation)
         if not gated:
             return _activated(inner, activation)
         gate, up = inner.chunk(2, -1)
         return _activated(gate, activation) * up
+
+    @override
+    def mix(self, x: torch.Tensor, mixture: BoundMixture) -> torch.Tensor:
+        scores = self.multiply(x, mixture.router, mixture.router_bias)
+        made: torch.Tensor = mixture.experts(x, *routed(scores, mixture.routing))
+        return made
 
     def _turned(
         self, x: torch.Tensor, norm: BoundNorm | None, heads: Heads, tables: Tables | None
@@ -216,6 +246,14 @@ class TorchOperations(Operations):
             together = x if norm.width == x.shape[-1] else x.flatten(1)
             x = normed(together, norm).view(x.shape)
         return x if heads.norms_last else _rotated(x, heads, tables)
+
+
+def routed(scores: torch.Tensor, routing: described.Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts of each token, and the weights of their results: [T, E] → [T, k] each."""
+    weights, chosen = torch.topk(scores.softmax(-1, dtype=torch.float32), routing.chosen)
+    if routing.normed:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return chosen, weights.to(scores.dtype) if routing.rounds else weights
 
 
 def normed(x: torch.Tensor, norm: BoundNorm) -> torch.Tensor:
@@ -250,6 +288,11 @@ def _rotated(x: torch.Tensor, heads: Heads, tables: Tables | None) -> torch.Tens
     if heads.paired:
         return torch.cat((torch.stack((first, second), -1).flatten(-2), rest), -1)
     return torch.cat((first, second, rest), -1)
+
+
+def _clamped(inner: torch.Tensor, one: described.ClampedGate) -> torch.Tensor:
+    gate, up = inner[..., ::2].clamp(max=one.limit), inner[..., 1::2].clamp(-one.limit, one.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * one.factor))
 
 
 def _activated(x: torch.Tensor, activation: described.Activation) -> torch.Tensor:

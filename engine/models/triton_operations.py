@@ -33,11 +33,22 @@ from engine.models.decoder_kernels import (
     ROUNDED_FIRST,
     SILU,
     add_norm_kernel,
+    clamped_gate_kernel,
     gate_kernel,
     product_kernel,
     rotate_kernel,
 )
-from engine.models.operations import BoundNorm, Heads, KVPlaces, Operations, Tables, TorchOperations
+from engine.models.operations import (
+    BoundMixture,
+    BoundNorm,
+    Gate,
+    Heads,
+    KVPlaces,
+    Operations,
+    Tables,
+    TorchOperations,
+)
+from engine.models.triton_experts import MOST_EXPERTS, mix_experts
 from engine.native.torch_library import operation, writes_nothing
 
 _FORMS: dict[described.NormForm, int] = {
@@ -243,13 +254,25 @@ class TritonOperations(Operations):
         return queries
 
     @override
-    def gate(
-        self, inner: torch.Tensor, activation: described.Activation, *, gated: bool
-    ) -> torch.Tensor:
+    def gate(self, inner: torch.Tensor, activation: Gate, *, gated: bool) -> torch.Tensor:
         width = inner.shape[-1] // (1 + gated)
         made = inner.new_empty((len(inner), width))
+        if isinstance(activation, described.ClampedGate):
+            _clamped_gate(inner, made, activation.factor, activation.limit)
+            return made
         _gate(inner, made, *gate_launch(width, activation, gated=gated).told())
         return made
+
+    @override
+    def mix(self, x: torch.Tensor, mixture: BoundMixture) -> torch.Tensor:
+        if len(mixture.router) > MOST_EXPERTS:
+            return self._plain.mix(x, mixture)
+        scores, routing = self.multiply(x, mixture.router, mixture.router_bias), mixture.routing
+
+        def gate(inner: torch.Tensor) -> torch.Tensor:
+            return self.gate(inner, routing.activation, gated=True)
+
+        return mix_experts(x, scores, mixture.experts, routing, gate)
 
 
 def _tensors(norm: BoundNorm | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -286,6 +309,15 @@ def _rotate(*given: Any) -> None:
 @operation(f"gate(Tensor inner, Tensor(a!) made, {_LAUNCH}) -> ()", writes_nothing)
 def _gate(*given: Any) -> None:
     _launch(gate_kernel, *given)
+
+
+@operation(
+    "clamped_gate(Tensor inner, Tensor(a!) made, float factor, float limit) -> ()", writes_nothing
+)
+def _clamped_gate(inner: torch.Tensor, made: torch.Tensor, factor: float, limit: float) -> None:
+    width = made.shape[-1]
+    grid = (len(inner), -(-width // _GATE_BLOCK))
+    _run(clamped_gate_kernel, grid, (inner, made, factor, limit, width, _GATE_BLOCK), 4)
 
 
 @operation("product(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) made) -> ()", writes_nothing)
