@@ -38,7 +38,6 @@ class Shape:
         linear_parameters: the parameters of the layers' matrices, without those of experts.
         head_parameters: the parameters of the matrix that computes the logits.
         other_parameters: the parameters of norms and biases.
-        vocab_size: the number of tokens in the vocabulary.
         max_tokens: the longest context.
         attention_width: the number of heads times their dimension, summed over the layers.
         kv_width: the number of KV elements per token, over all layers.
@@ -125,19 +124,14 @@ class Floor:
 
     @property
     def total_s(self) -> float:
-        """The total time."""
         return self.prefill_s + self.decode_s
 
 
 def ideal(
     lengths: list[Lengths], concurrency: int | None, shape: Shape, dtype: str, rates: Rates
 ) -> Floor:
-    """Compute the ideal schedule of requests that all wait from the start.
-
-    Args:
-        lengths: the requests, in order.
-        concurrency: the most that run at the same time; None for all.
-        shape, dtype, rates: the model and the machine.
+    """Compute the ideal schedule of requests that all wait from the start, in this order.
+    concurrency: the most that run at the same time; None for all.
     """
     waiting = list(reversed(lengths))
     running: list[tuple[Lengths, int]] = []  # and the tokens generated so far
@@ -161,11 +155,7 @@ def ideal(
 
 def step_s(shape: Shape, dtype: str, batch: int, context: float, rates: Rates) -> float:
     """Return the seconds of one decode step on a GPU: weights or their products, then the KV.
-
-    Args:
-        batch: the requests in the step.
-        context: the mean number of tokens whose KV each of them reads.
-        shape, dtype, rates: the model and the device.
+    batch: the requests in the step. context: the mean number of tokens whose KV each of them reads.
     """
     parameters = shape.used_parameters + shape.head_parameters
     products_s = max(
@@ -194,9 +184,7 @@ def _step_s(running: list[tuple[Lengths, int]], shape: Shape, dtype: str, rates:
 
 def read_shape(model: Path) -> Shape:
     """Return the size of a checkpoint, from its config and the headers of its safetensors files.
-
-    Raises:
-        ValueError: its size cannot be computed here.
+    Raises ValueError if its size cannot be computed here.
     """
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     if any("expert" in key for key in config):
@@ -267,7 +255,6 @@ def shape_of(config: dict[str, Any]) -> Shape:
 
 
 def tensor_shapes(model: Path) -> dict[str, list[int]]:
-    """Return the shapes of a checkpoint's tensors."""
     shapes: dict[str, list[int]] = {}
     for path in sorted(model.glob("*.safetensors")):
         with safe_open(path, "numpy") as file:

@@ -78,9 +78,7 @@ WIDTH = 1024
 
 def find_model(name: str, cache: Path | None) -> Path:
     """Return the folder of a model: demo, a shape's name, or a directory. cache: see `checkpoint`.
-
-    Raises:
-        ValueError: there is none.
+    Raises ValueError if there is none.
     """
     if name in SHAPES:
         return checkpoint(name, cache or CACHE)
@@ -132,7 +130,6 @@ def make_random(folder: Path, model_type: str, settings: Mapping[str, Any]) -> P
 
 
 def write_random(model_type: str, settings: Mapping[str, Any], folder: Path) -> None:
-    """Write such a checkpoint."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -175,6 +172,18 @@ def random_model(name: str, *, device: str, dtype: torch.dtype, seed: int = 0) -
     return model.eval()
 
 
+def built_model(order: Mapping[str, Any]) -> PreTrainedModel | None:
+    """Return the model of an adapter's order: that of the shape which "build" names, made on the
+    order's device, where every system has the same weights. None without: "model" is a directory.
+    """
+    import torch
+
+    if order.get("build") is None:
+        return None
+    dtype = getattr(torch, order["dtype"])
+    return random_model(order["build"], device=order.get("device", "cpu"), dtype=dtype)
+
+
 def _spread(name: str) -> float:
     """Return the factor for the weights, which is smaller for wider models. A product of the layers
     then has the same gain as in the 0.6B shape, and rounding errors grow no faster.
@@ -183,7 +192,6 @@ def _spread(name: str) -> float:
 
 
 def model_config(name: str) -> PreTrainedConfig:
-    """Return the config of a named shape."""
     from transformers import AutoConfig
 
     shape = {"model_type": "qwen3", **SHAPES[name]}

@@ -197,11 +197,7 @@ def predictions(
     sizes: Sizes, rates: Rates, measured: Mapping[str, Mapping[int, float]]
 ) -> list[str]:
     """Return the expected times of steps, with the floor and the measured times, as lines of text.
-
-    Args:
-        sizes: which steps.
-        rates: the device's rates.
-        measured: the seconds of a decode step, by model and requests, where known.
+    measured: the seconds of a decode step, by model and requests, where known.
     """
     least, most = (each * 1e6 for each in predict.LAUNCH_S)
     cells, context = [], sizes.prompt + sizes.output // 2
