@@ -61,11 +61,10 @@ def count_cuts(
 
     `triton_kernels.decode` divides them in the same way. `most` is the group's `most_cuts`.
     """
-    lengths = positions + 1
+    last = positions // SHORTEST_CUT  # the piece of that size in which a context ends
     if window:
-        lengths = lengths - np.maximum(lengths - window, 0) // SHORTEST_CUT * SHORTEST_CUT
-    pieces = -(-lengths // SHORTEST_CUT)
-    return -(-pieces // -(-pieces // most))
+        last = last - np.maximum(positions - window + 1, 0) // SHORTEST_CUT
+    return last // (last // most + 1) + 1
 
 
 def array_sizes(tokens: int, rows: int, entries: int) -> dict[str, int]:
@@ -126,10 +125,8 @@ def fill_arrays(
     end = middle + len(numbers)
     arrays[ENTRIES][begin:middle] = layout.tables.reshape(-1)[used]
     arrays[ENTRIES][middle:end] = numbers
-    arrays["extent"][:] = (
-        *(layout.num_decodes, rows - layout.num_decodes, tokens),
-        *(len(numbers), middle),
-    )
+    decodes = layout.num_decodes
+    arrays["extent"][:] = (decodes, rows - decodes, tokens, len(numbers), middle)
     return end
 
 
@@ -141,10 +138,11 @@ def _ragged(
     Returns where each row begins, and for each element its index in an array whose rows have
     `stride` elements each.
     """
-    ends = np.cumsum(lengths)
+    ends = lengths.cumsum()
     begins = ends - lengths
-    moved = np.arange(len(lengths)) * stride - begins
-    return begins, np.arange(lengths.sum()) + np.repeat(moved, lengths)
+    indices = (np.arange(len(lengths)) * stride - begins).repeat(lengths)
+    indices += np.arange(len(indices))
+    return begins, indices
 
 
 class StepArraysBackend(AttentionBackend):
