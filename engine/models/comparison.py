@@ -409,7 +409,7 @@ _JUDGES: dict[Kind, Callable[[torch.Tensor, torch.Tensor], str | None]] = {
     "norm": _norm,
     "product": _product,
     "recurrence": _product,
-    "experts": _attention,  # the model's own code: this shows that it got what it should
+    "experts": _attention,  # many sums one after another, as in attention
 }
 
 

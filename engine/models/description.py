@@ -195,14 +195,38 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
-    """A mixture of experts instead of an MLP. The model's own module computes it.
+class Routing:
+    """How a mixture chooses each token's experts, and what these compute.
 
     Attributes:
-        module: the path of that module.
+        router: the path of the module whose weight [E, K] and bias [E], if any, score all experts.
+        experts: the path of the module with the weights of all experts.
+        chosen: the number of experts of a token, those with the largest scores.
+        normed: whether the weights of a token's experts, which are the softmax of all scores, are
+            divided by their sum.
+        rounds: whether weights, and results times weights, are rounded to the model's dtype.
+        activation: between the two products of an expert.
+    """
+
+    router: str
+    experts: str
+    chosen: int
+    normed: bool
+    rounds: bool
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts instead of an MLP.
+
+    Attributes:
+        module: the path of the module that computes it.
+        routing: what it computes. None if only the module itself knows.
     """
 
     module: str
+    routing: Routing | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Computes a model's experts on CUDA with our own implementation.
+"""Computes a model's experts on CUDA with our own implementation, in models that run as
+transformers wrote them. Our decoder has its own mixtures; see `engine.models.torch_decoder`.
 
 It is registered with transformers' interface for experts (`ExpertsInterface`), just as our
 attention is with its interface. No module of a model is changed.
@@ -65,7 +66,7 @@ def _why_not(modules: Iterable[Any], backend: AttentionBackend) -> str | None:
         chosen = module.config._experts_implementation
         if chosen != _REPLACED:
             return f"the model has {chosen}"
-        reason = _why_no_form(module)
+        reason = why_no_form(module)
         if reason is not None:
             return f"{type(module).__name__} {reason}"
     return None
@@ -86,8 +87,10 @@ def _is_dispatched(module: torch.nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
 
 
-def _why_no_form(module: Any) -> str | None:
-    """Return why our experts do not support a module's layout, or None if they do."""
+def why_no_form(module: Any) -> str | None:
+    """Return why our experts do not support a module's layout, or None if they do. The reason is
+    worded to follow its name.
+    """
     if getattr(module, "_is_expert_parallel", False):
         return "has a part of the experts"
     if getattr(module, "has_post_expert_norm", False):

@@ -1,14 +1,15 @@
-"""The four operations that a decoder needs in addition to attention:
+"""The five operations that a decoder needs in addition to attention:
 
     multiply  x · weight + bias ─▶        a product
     add_norm  x + norm(made) ─ norm ─▶    the sum, and the input of the next product
     turn      queries, keys, values ─▶    norms, rotary embeddings, the write into the KV cache
     gate      activation(gate) · up ─▶    the input of an MLP's last product
+    mix       a mixture of experts ─▶     the results of each token's experts, added up
 
 `TorchOperations` is the reference implementation in plain torch, for any device.
-`engine.models.triton_operations` computes the same on a CUDA device, with one kernel for each.
-Elements are computed in float32, and rounded wherever the models' own operations round. Only the
-order of sums and the last bits of e^x may differ.
+`engine.models.triton_operations` computes the same on a CUDA device, with one kernel for each, and
+seven for a mixture. Elements are computed in float32, and rounded wherever the models' own
+operations round. Only the order of sums and the last bits of e^x may differ.
 """
 
 from __future__ import annotations
@@ -69,6 +70,24 @@ class Heads:
     rotary_dim: int = 0
     paired: bool = False
     rounds_products: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundMixture:
+    """A mixture of experts with its tensors.
+
+    Attributes:
+        router: [E, K], whose product scores the experts.
+        router_bias: [E], or None if there is none.
+        experts: the module with the weights of all experts, in the form that transformers'
+            ExpertsInterface knows.
+        routing: how experts are chosen, and what they compute.
+    """
+
+    router: torch.Tensor
+    router_bias: torch.Tensor | None
+    experts: torch.nn.Module
+    routing: described.Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +174,10 @@ class Operations(Protocol):
         """
         ...
 
+    def mix(self, x: torch.Tensor, mixture: BoundMixture) -> torch.Tensor:
+        """Compute a mixture of experts: [T, K] → [T, K]."""
+        ...
+
 
 class TorchOperations(Operations):
     """The reference implementation in plain torch."""
@@ -206,6 +229,12 @@ class TorchOperations(Operations):
         gate, up = inner.chunk(2, -1)
         return _activated(gate, activation) * up
 
+    @override
+    def mix(self, x: torch.Tensor, mixture: BoundMixture) -> torch.Tensor:
+        scores = self.multiply(x, mixture.router, mixture.router_bias)
+        made: torch.Tensor = mixture.experts(x, *routed(scores, mixture.routing))
+        return made
+
     def _turned(
         self, x: torch.Tensor, norm: BoundNorm | None, heads: Heads, tables: Tables | None
     ) -> torch.Tensor:
@@ -216,6 +245,14 @@ class TorchOperations(Operations):
             together = x if norm.width == x.shape[-1] else x.flatten(1)
             x = normed(together, norm).view(x.shape)
         return x if heads.norms_last else _rotated(x, heads, tables)
+
+
+def routed(scores: torch.Tensor, routing: described.Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts of each token, and the weights of their results: [T, E] → [T, k] each."""
+    weights, chosen = torch.topk(scores.softmax(-1, dtype=torch.float32), routing.chosen)
+    if routing.normed:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return chosen, weights.to(scores.dtype) if routing.rounds else weights
 
 
 def normed(x: torch.Tensor, norm: BoundNorm) -> torch.Tensor:

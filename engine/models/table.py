@@ -30,6 +30,7 @@ from engine.models.description import (
     NormForm,
     Recurrence,
     Rotary,
+    Routing,
     ShortConvolution,
 )
 from engine.models.in_force import replaced_function
@@ -77,6 +78,19 @@ class RecurrentParts:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureParts:
+    """How the classes of a family compute mixtures of experts.
+
+    Attributes:
+        rounds: see Routing.
+        normed: see Routing. None if the router says so in its norm_topk_prob.
+    """
+
+    rounds: bool
+    normed: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """How the classes of a family name and combine their modules.
 
@@ -92,6 +106,7 @@ class Family:
         gated, parallel: see Mlp and Layer.
         gates_attention: see Attention.gated.
         recurrence: what some layers have instead of attention. None if all layers attend.
+        mixture: of experts. None if only the model's own module computes it.
         paired, rounds_tables, rounds_products: see Rotary.
         rotates: whether an attention layer uses rotary embeddings.
         caps_scores: whether the config's attn_logit_softcapping applies.
@@ -115,6 +130,7 @@ class Family:
     parallel: bool = False
     gates_attention: bool = False
     recurrence: RecurrentParts | None = None
+    mixture: MixtureParts | None = None
     paired: bool = False
     rounds_tables: bool = True
     rounds_products: bool = True
@@ -224,11 +240,11 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "ministral": Family(),
     "mistral": Family(),
-    "mixtral": Family(),
+    "mixtral": Family(mixture=MixtureParts(rounds=False, normed=True)),
     "olmo2": Family(norms=_AFTER, form="plain", rounds_tables=False, rounds_products=False),
     "olmo3": Family(norms=_AFTER, form="plain", rounds_tables=False, rounds_products=False),
     "olmo_hybrid": _OLMO_HYBRID,
-    "olmoe": Family(),
+    "olmoe": Family(mixture=MixtureParts(rounds=True)),
     "phi3": Family(projection=("qkv_proj",), inner=_GATE_UP),
     "qwen2": Family(),
     "qwen2_5_vl_text": Family(),
@@ -236,9 +252,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(),
     "qwen3_5_moe_text": _QWEN3_5,
     "qwen3_5_text": _QWEN3_5,
-    "qwen3_moe": Family(),
+    "qwen3_moe": Family(mixture=MixtureParts(rounds=True)),
     "qwen3_next": _QWEN3_NEXT,
-    "qwen3_vl_moe_text": Family(),
+    "qwen3_vl_moe_text": Family(mixture=MixtureParts(rounds=True, normed=True)),
     "qwen3_vl_text": Family(),
     "seed_oss": Family(),
     "smollm3": Family(rotates=lambda one: bool(one.use_rope)),
@@ -432,7 +448,7 @@ class _Reader:
 
     def _mlp(self, path: str, one: Any) -> Mlp | Experts:
         if "experts" in one._modules:
-            return Experts(path)
+            return Experts(path, self._routing(path, one))
         activation, config = self.family.activation, self.config
         if activation is None:
             name = getattr(config, "hidden_activation", None) or config.hidden_act
@@ -441,6 +457,20 @@ class _Reader:
             activation = _ACTIVATIONS[name]
         inner = tuple(f"{path}.{part}" for part in self.family.inner)
         return Mlp(inner, f"{path}.{self.family.down}", activation, self.family.gated)
+
+    def _routing(self, path: str, one: Any) -> Routing | None:
+        parts = self.family.mixture
+        activation = None if parts is None else _ACTIVATIONS.get(self.config.hidden_act)
+        if parts is None or activation is None:
+            return None
+        return Routing(
+            router=f"{path}.gate",
+            experts=f"{path}.experts",
+            chosen=one.gate.top_k,
+            normed=one.gate.norm_topk_prob if parts.normed is None else parts.normed,
+            rounds=parts.rounds,
+            activation=activation,
+        )
 
     def _norm(self, path: str, form: NormForm) -> Norm:
         module: Any = self.model.get_submodule(path)

@@ -7,8 +7,8 @@ operations are one operation.
 
 Each sum is computed together with the norm that follows it. So a layer launches 9 operations in a
 step with prompts, and 9 or 10 in a decode step, where attention may take two; see
-`engine.models.operations`. No state is kept between calls and no tensor is read on the host, so
-steps can be captured.
+`engine.models.operations`. A mixture of experts takes 7 instead of the MLP's 3. No state is kept
+between calls and no tensor is read on the host, so steps can be captured.
 
 The decoder reads the weights of the transformers model. [Wq Wk Wv] and [Wgate Wup] are joined layer
 by layer, and the model's parameters become views of them, so that they are stored only once.
@@ -28,9 +28,17 @@ from engine.attention.registry import CONTEXT_KEYWORD
 from engine.attention.step_states import StepStates
 from engine.models import description as described
 from engine.models.decoder_frame import DecoderFrame, DecoderOutput
+from engine.models.experts import why_no_form
 from engine.models.joined_tensors import join_tensors
 from engine.models.layer_parts import Kind, UnboundError
-from engine.models.operations import BoundNorm, Heads, KVPlaces, Operations, Tables
+from engine.models.operations import (
+    BoundMixture,
+    BoundNorm,
+    Heads,
+    KVPlaces,
+    Operations,
+    Tables,
+)
 
 TORCH_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 """The supported dtypes of models."""
@@ -67,7 +75,7 @@ class TorchLayer:
     Attributes:
         description: the description of the layer.
         projection, output: the products of its attention.
-        mlp: its MLP, or the model's own module of experts.
+        mlp: its MLP, its mixture of experts, or the model's own module that computes one.
         before_attention, after_attention, before_mlp, after_mlp: its norms.
         heads: how queries and keys are processed.
         params: the parameters of its attention.
@@ -77,7 +85,7 @@ class TorchLayer:
     description: described.Layer
     projection: Product
     output: Product
-    mlp: TorchMlp | torch.nn.Module
+    mlp: TorchMlp | BoundMixture | torch.nn.Module
     before_attention: BoundNorm | None
     after_attention: BoundNorm | None
     before_mlp: BoundNorm | None
@@ -127,6 +135,8 @@ class TorchLayer:
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.mlp, TorchMlp):
             raise TypeError(f"{self.description.module} has no experts")
+        if isinstance(self.mlp, BoundMixture):
+            return self.operations.mix(x, self.mlp)
         made: torch.Tensor = self.mlp(x.unsqueeze(0))
         return made[0].contiguous()
 
@@ -353,10 +363,29 @@ class _Binding:
             weight.detach(), None if bias is None else bias.detach(), one.eps, one.form
         )
 
-    def _mlp(self, one: described.Mlp | described.Experts) -> TorchMlp | torch.nn.Module:
-        if isinstance(one, described.Experts):
-            return self._model.get_submodule(one.module)
-        return TorchMlp(self._product(one.inner), self._product([one.down]))
+    def _mlp(
+        self, one: described.Mlp | described.Experts
+    ) -> TorchMlp | BoundMixture | torch.nn.Module:
+        if isinstance(one, described.Mlp):
+            return TorchMlp(self._product(one.inner), self._product([one.down]))
+        mixture = None if one.routing is None else self._mixture(one.routing)
+        return self._model.get_submodule(one.module) if mixture is None else mixture
+
+    def _mixture(self, routing: described.Routing) -> BoundMixture | None:
+        """Bind a mixture. Return None if only the model's own module supports its tensors."""
+        experts: Any = self._model.get_submodule(routing.experts)
+        router = self._model.get_submodule(routing.router)._parameters
+        weight, bias = router["weight"], router.get("bias")
+        known = [one for one in (weight, bias) if one is not None]
+        is_ours = why_no_form(experts) is None and experts.down_proj.dtype is self._dtype
+        if weight is None or not is_ours or any(not self._is_plain(one) for one in known):
+            return None
+        return BoundMixture(
+            weight.detach(), None if bias is None else bias.detach(), experts, routing
+        )
+
+    def _is_plain(self, tensor: torch.Tensor) -> bool:
+        return tensor.dtype is self._dtype and tensor.is_contiguous()
 
     def _norm_or_none(self, one: described.Norm | None) -> BoundNorm | None:
         return None if one is None else self.norm(one)

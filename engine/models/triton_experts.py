@@ -1,26 +1,38 @@
-"""Computes experts without waiting for the device.
+"""Computes mixtures of experts without waiting for the device.
 
-Pairs of tokens and experts are sorted on the device, and the kernel of
-`engine.models.experts_kernel` multiplies each by the weights of its expert. A product is launched
-as one torch operation (`headrace::experts_product`), so that a substitute for CUDA graphs sees a
-single call and what it writes.
+    scores ─ route ─▶ experts and weights of each token
+                        └─ sort ─▶ pairs by expert ─▶ [gate up] ─ gate ─▶ down ─▶ weighted sum
 
-    tokens, their experts ─▶ sorted pairs ─▶ [gate up] ─ the module's gate ─▶ down ─▶ weighted sum
+Each step is one kernel of `engine.models.experts_kernels`. A pair is a token with one of its
+experts, numbered t · k + i. Each launch is one torch operation, such as
+`headrace::experts_product`, so that a substitute for CUDA graphs sees a single call and what it
+writes.
 
-Tile sizes depend only on the dtype, so a row's result depends neither on its neighbours nor on the
-number of rows. Weights are read in place. Elements are rounded where transformers' `grouped_mm`
-rounds them.
+`mix_experts` computes a mixture for our decoder, and `experts_forward` the experts of a module for
+transformers' interface, which routes and applies the gate itself.
+
+Tile sizes of few pairs depend only on the dtype, so a row's result depends neither on its
+neighbours nor on the number of rows. Weights are read in place. Elements are rounded where
+transformers' `grouped_mm` rounds them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from engine.models.experts_kernel import experts_product_kernel
+from engine.attention.triton_launch import device_size
+from engine.models import description as described
+from engine.models.experts_kernels import (
+    experts_product_kernel,
+    route_kernel,
+    sort_kernel,
+    weighted_sum_kernel,
+)
 from engine.native.torch_library import operation, writes_nothing
 
 
@@ -47,13 +59,25 @@ _NARROW = ExpertTiles(rows=64, columns=64, inputs=64, warps=4, stages=4)
 that three programs fit on a large one. While a tile has few rows, reading the weights takes longer
 than multiplying all rows of the tile.
 """
+_LARGE = ExpertTiles(rows=128, columns=128, inputs=64, warps=8, stages=3)
+"""For 16-bit types, and experts with many pairs. What is read for a product halves, as a tile of 64
+× 64 reads an element for each 32 multiplications, and one of 128 × 128 for each 64.
+"""
+_MANY = 96
+"""The mean number of pairs per expert from which tiles are large, so that most of them are full."""
 _WIDE = ExpertTiles(rows=16, columns=64, inputs=32, warps=4, stages=3)
 """For float32, which does not use tensor cores, so unused rows of a tile also cost time."""
+_SORTED, _SUMMED = 1 << 11, 1 << 10
+"""The number of pairs and of elements that a program reads at a time."""
+MOST_EXPERTS = 1 << 10
+"""The maximum number of experts, whose scores are in one program's registers."""
 
 
-def choose_tiles(itemsize: int) -> ExpertTiles:
+def choose_tiles(itemsize: int, pairs: int, experts: int) -> ExpertTiles:
     """Return the tiles for elements of `itemsize` bytes."""
-    return _WIDE if itemsize == 4 else _NARROW
+    if itemsize == 4:
+        return _WIDE
+    return _LARGE if pairs >= _MANY * experts else _NARROW
 
 
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
@@ -64,20 +88,75 @@ def most_tiles(pairs: int, experts: int, rows: int) -> int:
     return (pairs + min(pairs, experts) * (rows - 1)) // rows
 
 
+@operation(
+    "route(Tensor scores, Tensor(a!) chosen, Tensor(b!) weights, bool normed, bool rounds) -> ()",
+    writes_nothing,
+)
+def _route(
+    scores: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    normed: bool,
+    rounds: bool,
+) -> None:
+    experts, count = scores.shape[-1], chosen.shape[-1]
+    _launch(
+        *(route_kernel, (len(scores),), (scores, chosen, weights), 1),
+        EXPERTS=experts,
+        CHOSEN=count,
+        NORMED=normed,
+        ROUNDS=rounds,
+        BLOCK_E=triton.next_power_of_2(experts),
+        BLOCK_C=triton.next_power_of_2(count),
+    )
+
+
+def route(scores: torch.Tensor, routing: described.Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose each token's experts.
+
+    Args:
+        scores: [T, E], contiguous, E at most MOST_EXPERTS.
+        routing: how they are chosen and weighed.
+
+    Returns:
+        int32 [T, k], the experts, the one with the largest score first, and float32 [T, k], their
+        weights.
+    """
+    shape = (len(scores), routing.chosen)
+    chosen = torch.empty(shape, dtype=torch.int32, device=scores.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=scores.device)
+    _route(scores, chosen, weights, routing.normed, routing.rounds)
+    return chosen, weights
+
+
+@operation(
+    "sort_pairs(Tensor chosen, Tensor(a!) order, Tensor(b!) ends) -> ()",
+    writes_nothing,
+)
+def _sort_pairs(chosen: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> None:
+    _launch(
+        *(sort_kernel, (len(ends),), (chosen, order, ends, len(order)), 8),
+        EXPERTS=len(ends),
+        BLOCK=_SORTED,
+    )
+
+
 def sort_pairs(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort pairs by their expert, on the device.
 
     Args:
-        chosen: [T, k], the experts of each token. Pair t · k + i has the expert chosen[t, i].
+        chosen: [T, k], contiguous, the experts of each token. Pair t · k + i has the expert
+            chosen[t, i].
         experts: the number of experts.
 
     Returns:
-        int64 [T · k], the pairs in order, and int32 [experts], the end offset of each expert's
+        int32 [T · k], the pairs in order, and int32 [experts], the end offset of each expert's
         pairs.
     """
-    ids, order = torch.sort(chosen.reshape(-1), stable=True)
-    wanted = torch.arange(experts, dtype=ids.dtype, device=ids.device)
-    return order, torch.searchsorted(ids, wanted, right=True, out_int32=True)
+    order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
+    ends = torch.empty(experts, dtype=torch.int32, device=chosen.device)
+    _sort_pairs(chosen, order, ends)
+    return order, ends
 
 
 @operation(
@@ -106,30 +185,112 @@ def experts_product(
         share: the number of consecutive pairs that read the same row of x.
         transposed: see weights.
     """
-    tiles = choose_tiles(x.itemsize)
-    experts, width = len(weights), output.shape[1]
+    pairs, experts, width = len(order), len(weights), output.shape[1]
+    tiles = choose_tiles(x.itemsize, pairs, experts)
     stride_e, stride_n, stride_k = (weights.mT if transposed else weights).stride()
-    grid = (most_tiles(len(order), experts, tiles.rows), triton.cdiv(width, tiles.columns))
+    grid = (most_tiles(pairs, experts, tiles.rows), triton.cdiv(width, tiles.columns))
+    _launch(
+        *(experts_product_kernel, grid, (x, order, ends, weights, biases, output), tiles.warps),
+        EXPERTS=experts,
+        SHARE=share,
+        INPUTS=x.shape[1],
+        OUTPUTS=width,
+        STRIDE_E=stride_e,
+        STRIDE_N=stride_n,
+        STRIDE_K=stride_k,
+        BIASED=biases is not None,
+        BLOCK_E=triton.next_power_of_2(experts),
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.columns,
+        BLOCK_K=tiles.inputs,
+        num_stages=tiles.stages,
+        enable_fp_fusion=True,  # products are summed as torch's are
+    )
+
+
+@operation(
+    "weighted_sum(Tensor made, Tensor weights, Tensor(a!) output, bool rounds) -> ()",
+    writes_nothing,
+)
+def _weighted_sum(
+    made: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, rounds: bool
+) -> None:
+    tokens, width = output.shape
+    _launch(
+        *(weighted_sum_kernel, (tokens, triton.cdiv(width, _SUMMED)), (made, weights, output), 4),
+        CHOSEN=weights.shape[-1],
+        WIDTH=width,
+        ROUNDS=rounds,
+        BLOCK=_SUMMED,
+    )
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: tuple[object, ...],
+    warps: int,
+    **constants: object,
+) -> None:
+    tensor: Any = arguments[0]
+    overlaps = device_size(tensor.device).overlaps
+    options = {"enable_fp_fusion": False, **constants}
     # Triton launches on the current device.
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        experts_product_kernel[grid](
-            *(x, order, ends, weights, biases, output),
-            EXPERTS=experts,
-            SHARE=share,
-            INPUTS=x.shape[1],
-            OUTPUTS=width,
-            STRIDE_E=stride_e,
-            STRIDE_N=stride_n,
-            STRIDE_K=stride_k,
-            BIASED=biases is not None,
-            BLOCK_E=triton.next_power_of_2(experts),
-            BLOCK_M=tiles.rows,
-            BLOCK_N=tiles.columns,
-            BLOCK_K=tiles.inputs,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            enable_fp_fusion=True,  # said here, as Triton's default depends on its version
-        )
+    with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
+        kernel[grid](*arguments, OVERLAPS=overlaps, launch_pdl=overlaps, num_warps=warps, **options)
+
+
+def _compute(
+    experts: Any,
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    rounds: bool,
+    gate: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Compute the experts of each token, and add up their weighted results.
+
+    Args:
+        experts: the module with the weights.
+        x: [T, K].
+        chosen, weights: [T, k], contiguous.
+        rounds: whether weighted results are rounded before they are added.
+        gate: [T · k, N] → [T · k, M], between the two products.
+
+    Returns:
+        [T, K].
+    """
+    count = chosen.shape[-1]
+    order = sort_pairs(chosen, experts.num_experts)
+
+    def product(x: torch.Tensor, name: str, share: int) -> torch.Tensor:
+        matrices = getattr(experts, name)
+        biases = getattr(experts, f"{name}_bias") if experts.has_bias else None
+        x = x.to(matrices.dtype).contiguous()
+        made = x.new_empty((count * len(chosen), matrices.shape[2 if experts.is_transposed else 1]))
+        experts_product(x, *order, matrices, biases, made, share, experts.is_transposed)
+        return made
+
+    inner = gate(product(x, "gate_up_proj" if experts.has_gate else "up_proj", count))
+    made = product(inner, "down_proj", 1)
+    output = made.new_empty((len(chosen), made.shape[1]))
+    _weighted_sum(made, weights, output, rounds)
+    return output
+
+
+def mix_experts(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    experts: Any,
+    routing: described.Routing,
+    gate: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Compute a mixture of experts: [T, K] → [T, K]. See `Operations.mix`.
+
+    scores: [T, E], the router's. experts: the module with the weights.
+    """
+    chosen, weights = route(scores, routing)
+    return _compute(experts, x, chosen, weights, routing.rounds, gate)
 
 
 def experts_forward(
@@ -146,20 +307,9 @@ def experts_forward(
     Returns:
         [T, K].
     """
-    share = top_k_index.shape[-1]
-    order, ends = sort_pairs(top_k_index, self.num_experts)
-
-    def product(x: torch.Tensor, name: str, share: int) -> torch.Tensor:
-        weights = getattr(self, name)
-        biases = getattr(self, f"{name}_bias") if self.has_bias else None
-        x = x.to(weights.dtype).contiguous()
-        made = x.new_empty((len(order), weights.shape[2 if self.is_transposed else 1]))
-        experts_product(x, order, ends, weights, biases, made, share, self.is_transposed)
-        return made
-
-    if self.has_gate:
-        inner = self._apply_gate(product(hidden_states, "gate_up_proj", share))
-    else:
-        inner = self.act_fn(product(hidden_states, "up_proj", share))
-    made = product(inner, "down_proj", 1) * top_k_weights.reshape(-1, 1)
-    return made.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+    rounds = top_k_weights.dtype is self.down_proj.dtype
+    gate = self._apply_gate if self.has_gate else self.act_fn
+    made = _compute(
+        self, hidden_states, top_k_index.contiguous(), top_k_weights.contiguous(), rounds, gate
+    )
+    return made.to(hidden_states.dtype)

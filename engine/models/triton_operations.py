@@ -37,7 +37,16 @@ from engine.models.decoder_kernels import (
     product_kernel,
     rotate_kernel,
 )
-from engine.models.operations import BoundNorm, Heads, KVPlaces, Operations, Tables, TorchOperations
+from engine.models.operations import (
+    BoundMixture,
+    BoundNorm,
+    Heads,
+    KVPlaces,
+    Operations,
+    Tables,
+    TorchOperations,
+)
+from engine.models.triton_experts import MOST_EXPERTS, mix_experts
 from engine.native.torch_library import operation, writes_nothing
 
 _FORMS: dict[described.NormForm, int] = {
@@ -250,6 +259,17 @@ class TritonOperations(Operations):
         made = inner.new_empty((len(inner), width))
         _gate(inner, made, *gate_launch(width, activation, gated=gated).told())
         return made
+
+    @override
+    def mix(self, x: torch.Tensor, mixture: BoundMixture) -> torch.Tensor:
+        if len(mixture.router) > MOST_EXPERTS:
+            return self._plain.mix(x, mixture)
+        scores, routing = self.multiply(x, mixture.router, mixture.router_bias), mixture.routing
+
+        def gate(inner: torch.Tensor) -> torch.Tensor:
+            return self.gate(inner, routing.activation, gated=True)
+
+        return mix_experts(x, scores, mixture.experts, routing, gate)
 
 
 def _tensors(norm: BoundNorm | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

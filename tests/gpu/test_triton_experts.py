@@ -14,13 +14,17 @@ import torch
 
 pytest.importorskip("triton")
 
+from engine.models.description import Routing
+from engine.models.operations import BoundMixture, TorchOperations, routed
 from engine.models.triton_experts import (
     choose_tiles,
     experts_forward,
     experts_product,
     most_tiles,
+    route,
     sort_pairs,
 )
+from engine.models.triton_operations import TritonOperations
 from tests.gpu.conftest import INTERPRETED
 
 pytestmark = pytest.mark.gpu
@@ -149,6 +153,90 @@ def test_what_is_no_number_stays_where_it_is(device: torch.device) -> None:
     assert torch.equal(made[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
 
 
+# ---- a mixture: routing, and all the rest -------------------------------------------------------
+
+
+def routing_of(chosen: int, *, normed: bool, rounds: bool) -> Routing:
+    return Routing("gate", "experts", chosen, normed, rounds, "silu")
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(1, 1), (6, 2), (33, 33), (128, 8), (512, 10)])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rounds", [False, True])
+def test_routes(
+    experts: int, chosen: int, normed: bool, rounds: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """As torch does; of equal scores the first ones are chosen."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(5, experts, generator=generator)
+    scores[1] = scores[1].round()
+    scores[2] = 3.0
+    scores[3] *= 300.0
+    scores = scores.to(device, dtype)
+    routing = routing_of(chosen, normed=normed, rounds=rounds)
+    ids, weights = route(scores, routing)
+    expected = torch.sort(scores, stable=True, descending=True).indices[:, :chosen]
+    assert torch.equal(ids, expected.int())
+    right = routed(scores, routing)[1].float()
+    torch.testing.assert_close(weights, right, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+    assert not rounds or torch.equal(weights, weights.to(dtype).float())
+
+
+def test_a_token_that_is_no_number_has_experts(device: torch.device) -> None:
+    """Its weights are none; other tokens are as they were."""
+    scores = torch.randn(3, 6, device=device)
+    routing = routing_of(4, normed=True, rounds=False)
+    expected = route(scores, routing)
+    scores[1, 2] = float("nan")
+    ids, weights = route(scores, routing)
+    assert ((ids >= 0) & (ids < 6)).all()
+    assert weights[1].isnan().all()
+    for made, wanted in zip((ids, weights), expected, strict=True):
+        assert torch.equal(made[[0, 2]], wanted[[0, 2]])
+
+
+@pytest.mark.parametrize("family", ["mixtral.Mixtral", "qwen3_moe.Qwen3Moe"])
+@pytest.mark.parametrize("count", [1, 5, 70])
+def test_a_mixture(family: str, count: int, dtype: torch.dtype, device: torch.device) -> None:
+    """As our plain operations compute it with the module's own code, and as in float64."""
+    module = module_of(family, dtype, device)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(count, 72, generator=generator).to(device, dtype)
+    router = torch.randn(EXPERTS, 72, generator=generator).to(device, dtype)
+    routing = routing_of(CHOSEN, normed=True, rounds=family != "mixtral.Mixtral")
+    made = TritonOperations().mix(x, BoundMixture(router, None, module, routing))
+    assert made.dtype is dtype
+    plain = TorchOperations().mix(x, BoundMixture(router, None, module, routing))
+    assert error(made, plain) < 2 * TOLERANCE[dtype]
+    exact = copy.deepcopy(module).double()
+    chosen, weights = routed(x @ router.T, routing)
+    assert error(made, exact(x.double(), chosen, weights.double())) < TOLERANCE[dtype]
+
+
+def test_too_many_experts_for_a_program_are_routed_by_torch(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.models.triton_operations.MOST_EXPERTS", EXPERTS - 1)
+    monkeypatch.setattr(TritonOperations, "multiply", lambda *given: pytest.fail("its own"))
+    module = module_of(FAMILIES[0], torch.float32, device)
+    router, x = torch.randn(EXPERTS, 72, device=device), torch.randn(3, 72, device=device)
+    mixture = BoundMixture(router, None, module, routing_of(CHOSEN, normed=True, rounds=False))
+    assert torch.equal(TritonOperations().mix(x, mixture), TorchOperations().mix(x, mixture))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("count", "experts"), [(1, 1), (7, 3), (5000, 9), (2048, 200)])
+def test_pairs_are_sorted_by_expert(
+    count: int, experts: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    chosen = torch.randint(0, experts, (count, 2), generator=generator, dtype=dtype).to(device)
+    order, ends = sort_pairs(chosen, experts)
+    assert torch.equal(order.long(), chosen.flatten().sort(stable=True).indices)
+    counts = chosen.flatten().long().bincount(minlength=experts)
+    assert torch.equal(ends.long(), counts.cumsum(0))
+
+
 # ---- the product -------------------------------------------------------------------------------
 
 
@@ -204,7 +292,7 @@ def test_pairs_of_a_token_read_the_same_row(device: torch.device) -> None:
 
 def test_there_are_never_more_tiles_than_programs() -> None:
     """Whatever is chosen, and no program more than the worst case needs."""
-    rows = choose_tiles(2).rows
+    rows = choose_tiles(2, 1, 1).rows
     for pairs, experts in ((1, 8), (8, 8), (200, 3), (200, 128), (64, 1), (65, 1), (4096, 60)):
         few = min(pairs, experts)
         single = [1] * (few - 1)

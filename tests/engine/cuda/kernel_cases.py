@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from engine.attention.interface import AttentionParams, BatchLayout, LayerCache
-from engine.models.description import Activation, NormForm
+from engine.models.description import Activation, NormForm, Routing
 from engine.models.operations import BoundNorm, Heads, KVPlaces
 from tests.engine.cuda.kernels import Found
 from tests.engine.cuda.watch import ADA, AMPERE, CUDA, HOPPER, Properties
@@ -201,27 +202,33 @@ MIXTURES = (
 
 
 def experts(mixture: Mixture, dtype: torch.dtype, properties: Properties = HOPPER) -> Case:
-    """Both products of a module of experts."""
+    """The kernels of a mixture: of few tokens and, as tiles are then larger, of many."""
 
     def run() -> None:
-        from engine.models.triton_experts import experts_product, sort_pairs
+        from engine.models.triton_experts import mix_experts
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=CUDA)
 
-        def product(rows: int, inputs: int, outputs: int, share: int) -> None:
-            matrix = (inputs, outputs) if mixture.transposed else (outputs, inputs)
-            weights = zeros(mixture.experts, *matrix)
-            biases = zeros(mixture.experts, outputs) if mixture.transposed else None
-            output = zeros(pairs, outputs)
-            x = zeros(rows, inputs)
-            experts_product(x, *order, weights, biases, output, share, mixture.transposed)
+        def matrices(inputs: int, outputs: int) -> torch.Tensor:
+            return zeros(mixture.experts, *((inputs, outputs)[:: 1 if mixture.transposed else -1]))
 
-        shape = (_REQUESTS, mixture.chosen)
-        order = sort_pairs(torch.zeros(shape, dtype=torch.int64, device=CUDA), mixture.experts)
-        pairs = _REQUESTS * mixture.chosen
-        product(_REQUESTS, mixture.width, 2 * mixture.inner, mixture.chosen)
-        product(pairs, mixture.inner, mixture.width, 1)
+        inner, biased = 2 * mixture.inner, mixture.transposed
+        module = SimpleNamespace(
+            num_experts=mixture.experts,
+            has_gate=True,
+            has_bias=biased,
+            is_transposed=mixture.transposed,
+            gate_up_proj=matrices(mixture.width, inner),
+            gate_up_proj_bias=zeros(mixture.experts, inner) if biased else None,
+            down_proj=matrices(mixture.inner, mixture.width),
+            down_proj_bias=zeros(mixture.experts, mixture.width) if biased else None,
+        )
+        routing = Routing("gate", "experts", mixture.chosen, True, True, "silu")
+        for tokens in (_REQUESTS, 96 * mixture.experts // mixture.chosen):
+            scores = zeros(tokens, mixture.experts)
+            gate: Callable[[torch.Tensor], torch.Tensor] = lambda one: one[:, : mixture.inner]  # noqa: E731
+            mix_experts(zeros(tokens, mixture.width), scores, module, routing, gate)
 
     where = f"{properties.major}.{properties.minor}"
     name = f"{mixture.name}, experts, capability {where}, {_word(dtype)}"
@@ -283,6 +290,8 @@ def every_case() -> Iterator[Case]:
 AHEAD: dict[str, frozenset[str]] = {
     **dict.fromkeys(("write_kernel", "prefill_kernel"), frozenset()),
     **dict.fromkeys(("add_norm_kernel", "rotate_kernel", "gate_kernel"), frozenset()),
+    **dict.fromkeys(("route_kernel", "sort_kernel", "weighted_sum_kernel"), frozenset()),
+    "experts_product_kernel": frozenset(),
     "decode_kernel": frozenset({"cu_seqlens", "starts", "table_offsets", "extent", "entries"}),
     "merge_kernel": frozenset({"cu_seqlens", "starts", "counts"}),
     "product_kernel": frozenset({"weight"}),

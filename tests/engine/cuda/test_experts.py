@@ -1,5 +1,5 @@
 """Experts on CUDA, traced without a device: where transformers' wait, ours take their place, and
-steps are captured; where theirs do not wait, they stay.
+steps are captured; where theirs do not wait, they stay, but in our decoder.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from engine.contract.sampling_params import SamplingParams
 from engine.models.experts import EXPERTS_NAME
 from tests.engine.cuda import launches, steps
-from tests.engine.cuda.launches import Served, by_ours, by_transformers, trace
+from tests.engine.cuda.launches import Served, by_ours, by_transformers, count, trace
 from tests.engine.cuda.watch import AMPERE, HOPPER, DeviceFault, Properties
 from tests.engine.runner.steps import make_request
 from tests.model_recipes import RECIPES
@@ -20,6 +20,8 @@ from tests.tiny_models import make_prompts
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 FAST = ("mixtral", "gpt_oss")
+MIXED = ("mixtral", "olmoe", "qwen3_moe")
+"""Those whose mixtures our decoder computes."""
 OWN_ROUTES = {"dbrx", "jetmoe", "longcat_flash"}
 """Their experts are not asked for by transformers' interface, and look at what was chosen."""
 DENSE = {"beam"}
@@ -62,14 +64,32 @@ def test_nothing_waits(family: str, dtype: torch.dtype, properties: Properties) 
 @pytest.mark.parametrize(("dtype", "properties"), WAITING)
 def test_transformers_experts_wait(family: str, dtype: torch.dtype, properties: Properties) -> None:
     with pytest.raises(DeviceFault, match=r"_grouped_mm in .* waits for the device"):
-        trace(served(family, dtype), properties)
+        trace(by_transformers(RECIPES[family], dtype), properties)
 
 
 @pytest.mark.parametrize("family", FAST)
 def test_where_they_do_not_wait_they_stay(family: str) -> None:
-    for found in trace(served(family, torch.bfloat16)).values():
+    for found in trace(by_transformers(RECIPES[family])).values():
         assert PRODUCT not in found
         assert "_grouped_mm" in found
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_our_decoder_has_its_own_everywhere(family: str) -> None:
+    """A layer's router and what chooses, sorts, multiplies, gates, multiplies and adds up."""
+    ours = by_ours(RECIPES[family])
+    assert ours is not None
+    for kind, found in trace(ours).items():
+        begin = found.index("route_kernel") - 1
+        assert found[begin + 1 : begin + 7] == [
+            "route_kernel",
+            "sort_kernel",
+            PRODUCT,
+            "gate_kernel",
+            PRODUCT,
+            "weighted_sum_kernel",
+        ]
+        assert count(found, kind).layer == (14 if kind == "decode" else 13)
 
 
 @pytest.mark.parametrize("name", sorted(OWN_ROUTES))
