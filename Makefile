@@ -204,35 +204,35 @@ bench-report: $(DEV) ## Write the tables of the documents from the records in be
 
 .PHONY: bench-first-try
 bench-first-try: $(DEV) ## Measure `make run` in fresh clones, without caches, part by part: about four minutes.
-	$(BIN)/python -m benchmarks.first_try $(ARGS)
+	$(BIN)/python -m benchmarks first_try $(ARGS)
 
 .PHONY: bench-step-time
 bench-step-time: $(DEV) $(NATIVE) ## Measure what a target step time gives and costs, on the 0.6B shape: a quarter of an hour (ARGS=--resume).
-	$(BIN)/python -m benchmarks.step_time $(ARGS)
+	$(BIN)/python -m benchmarks step_time $(ARGS)
 
 .PHONY: bench-fairness
 bench-fairness: $(DEV) $(NATIVE) ## Measure what a caller gets beside another's backlog: about ten minutes.
-	$(BIN)/python -m benchmarks.fairness $(ARGS)
+	$(BIN)/python -m benchmarks fairness $(ARGS)
 
 .PHONY: bench-front-end
 bench-front-end: $(DEV) ## Measure what the front end costs: CPU time of its process for each token.
-	$(BIN)/python -m benchmarks.front_end_cost $(ARGS)
+	$(BIN)/python -m benchmarks front_end_cost $(ARGS)
 
 .PHONY: bench-telemetry
 bench-telemetry: $(DEV) $(NATIVE) ## Measure throughput and CPU time with all telemetry on, beside off: about eight minutes.
-	$(BIN)/python -m benchmarks.telemetry $(ARGS)
+	$(BIN)/python -m benchmarks telemetry $(ARGS)
 
 .PHONY: bench-plan
 bench-plan: $(DEV) $(NATIVE) ## Compare headrace-server plan with what servers then take: about six minutes (ARGS='--shape demo').
-	$(BIN)/python -m benchmarks.plans $(ARGS)
+	$(BIN)/python -m benchmarks plan $(ARGS)
 
 .PHONY: bench-wire-size
 bench-wire-size: $(DEV) $(NATIVE) ## Count what a session takes on the wire: bytes of its answers for each token (ARGS='--output FILE').
-	$(BIN)/python -m benchmarks.wire_size $(ARGS)
+	$(BIN)/python -m benchmarks wire_size $(ARGS)
 
 .PHONY: bench-clients
 bench-clients: $(DEV) $(NATIVE) ## Measure the client libraries beside each other, and write docs/clients.md's tables: five minutes.
-	GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks.languages --output benchmarks/results/languages.json $(ARGS)
+	GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks languages $(ARGS)
 	$(BIN)/python -m benchmarks report
 
 # ---- trust -----------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ trust-report: $(DEV) ## Write docs/trust.md from the records.
 
 .PHONY: proxies
 proxies: $(DEV) $(NATIVE) ## Try every call through nginx, HAProxy and Envoy, and write docs/proxies.md's tables: five minutes (ARGS=--long).
-	GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks.proxies --output benchmarks/results/proxies.json $(ARGS)
+	GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks proxies $(ARGS)
 	$(BIN)/python -m benchmarks report
 
 .PHONY: audit

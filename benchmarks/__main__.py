@@ -1,4 +1,4 @@
-"""The command: `python -m benchmarks run|gpu|report|model`, or `--list`."""
+"""The command: `python -m benchmarks NAME` for a measurement, `report`, `model`, or `--list`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import run
-from benchmarks.gpu import command as gpu
 from benchmarks.models import CACHE, DEMO, SHAPES, checkpoint
 from benchmarks.processes import ROOT
 from benchmarks.report import update
-from benchmarks.rig.measurement import end_by_signals
+from benchmarks.rig.measurement import MODULES, module_of
 from benchmarks.systems import SYSTEMS
 from benchmarks.workloads import WORKLOADS
 
@@ -19,23 +17,27 @@ DOCUMENTS = [
     ROOT / "docs" / f"{name}.md"
     for name in ("performance", "promises", "clients", "proxies", "speculation")
 ]
-MEASUREMENTS = {
-    "run": (run.MEASUREMENT, "measure on a CPU, and write a record and a plot"),
-    "gpu": (gpu.MEASUREMENT, "check, then measure on a CUDA device; write a record"),
-}
+
+
+def measurements() -> list[str]:
+    """Return the names of all measurements: the modules here that define one, and packages."""
+    own = Path(__file__).parent.glob("*.py")
+    return sorted([*MODULES, *(one.stem for one in own if "\nMEASUREMENT = " in one.read_text())])
 
 
 def main() -> None:
-    """Run the command."""
+    if (name := next(iter(sys.argv[1:]), "")) in measurements():
+        sys.argv[:2] = [f"python -m benchmarks {name}"]
+        module_of(name).MEASUREMENT.run()
+        return
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Measure Headrace beside other systems."
+        prog="python -m benchmarks",
+        description=f"A measurement ({', '.join(measurements())}), or one of the commands below.",
     )
     parser.add_argument(
         "--list", action="store_true", help="list workloads, loads, models and systems"
     )
     commands = parser.add_subparsers(dest="command")
-    for name, (measurement, meaning) in MEASUREMENTS.items():
-        measurement.add_options(commands.add_parser(name, help=meaning))
     model = commands.add_parser("model", help="make a checkpoint with random weights")
     model.add_argument("name", choices=sorted(SHAPES))
     model.add_argument("--cache", type=Path, default=CACHE, help=f"where to (default {CACHE})")
@@ -45,9 +47,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.list:
         _list()
-    elif arguments.command in MEASUREMENTS:
-        end_by_signals()
-        MEASUREMENTS[arguments.command][0].carry_out(arguments)
     elif arguments.command == "model":
         print(checkpoint(arguments.name, arguments.cache))
     elif arguments.command == "report":

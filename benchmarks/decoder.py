@@ -1,6 +1,6 @@
 """This checkout beside an older one, turn by turn: what our own decoder gives and costs.
 
-    python -m benchmarks.decoder --baseline DIRECTORY --part families --minutes 8
+    python -m benchmarks decoder --baseline DIRECTORY --part families --minutes 8
 
     families, experts, more, recurrent
                               steps that decode 1 and 16 requests, by family (`decoder_shapes`)
@@ -66,7 +66,6 @@ class Cell(Case):
     Attributes:
         figure: which of a turn's results it is.
         aim: the target ratio; None if there is none.
-        unit: its unit.
     """
 
     figure: str = "output_rate"
@@ -81,9 +80,7 @@ class Group:
     Attributes:
         name: what `--family` calls it.
         make: returns the checkpoint in a cache folder, which is made if it does not exist.
-        cells: what is measured.
         adapters: the adapter of each system.
-        dtype: the type of the weights.
     """
 
     name: str
@@ -289,7 +286,6 @@ def _environment(root: Path) -> dict[str, str]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure what is not in the record yet."""
     if not list((options.baseline / "engine" / "native").glob("libheadrace.*")):
         raise SystemFailure(
             f"{options.baseline}: build its kernels: python -m engine.native.build, there"
@@ -323,7 +319,6 @@ _TITLES = {
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """Return the record as text for a document. name: the name of its file."""
     cases = record["cases"]
     parts = [_heading(record, name)]
     for part, title in _TITLES.items():
@@ -402,8 +397,6 @@ def _pair(case: Mapping[str, Any] | None, system: str, reference: str) -> tuple[
 
 
 MEASUREMENT = Measurement(
-    name="decoder",
-    about=__doc__,
     measure=measure,
     render=render,
     options=(
@@ -416,6 +409,3 @@ MEASUREMENT = Measurement(
         *(THREADS, MODELS),
     ),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -1,4 +1,4 @@
-"""What a caller gets beside another's backlog: `python -m benchmarks.fairness`, about ten minutes.
+"""What a caller gets beside another's backlog: `python -m benchmarks fairness`, about ten minutes.
 
     first    one caller keeps a backlog of requests of 128 tokens; another repeatedly asks for
              something short. Its time to the first token, at its client, over gRPC, is measured in
@@ -86,7 +86,6 @@ def serving(options: argparse.Namespace, *schedulers: str) -> Iterator[dict[str,
 def backlog(
     client: headrace.AsyncClient, options: argparse.Namespace
 ) -> contextlib.AbstractAsyncContextManager[object]:
-    """Keep the backlog during the block."""
     lengths = Lengths(BACKLOG_TOKENS - options.spread, BACKLOG_TOKENS + options.spread)
     return loaded(Calls(client, streamed=False), Stories(lengths, seed=1), options.backlog)
 
@@ -118,13 +117,11 @@ async def ask_short(
 
 @contextlib.asynccontextmanager
 async def connected(server: Process) -> AsyncIterator[Sequence[headrace.AsyncClient]]:
-    """Connect each of the callers."""
     async with contextlib.AsyncExitStack() as stack:
         yield [await stack.enter_async_context(connect(server, name)) for name in _CALLERS]
 
 
 async def measure_first(server: Process, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the part `first`."""
     steps: list[float] = []
     alone: list[float] = []
     beside: list[float] = []
@@ -165,7 +162,6 @@ async def turn(server: Process, options: argparse.Namespace) -> dict[str, float]
 
 
 def measure_paired(servers: Mapping[str, Process], options: argparse.Namespace) -> dict[str, Any]:
-    """Run the part `paired`."""
     turns = paired(
         tuple(servers), options.turns, lambda name: asyncio.run(turn(servers[name], options))
     )
@@ -188,7 +184,6 @@ class NoModel:
         """Do nothing."""
 
     def result(self) -> SampledTokens:
-        """Return the tokens."""
         return self._sampled
 
     def release(self, key: RequestKey) -> None:
@@ -207,7 +202,6 @@ class CountingScheduler(FairScheduler):
     given_up = 0
 
     def set_aside(self, plan: StepPlan, request: Request) -> None:
-        """Count it."""
         self.given_up += 1
         super().set_aside(plan, request)
 
@@ -265,7 +259,6 @@ def share_for(seconds: float, weights: Sequence[float], max_requests: int) -> di
 
 
 def measure_shares(options: argparse.Namespace, record: Record) -> None:
-    """Run the part `shares`."""
     for name, weights in (("equal", (1.0,) * 16), ("weighted", (1.0, 2.0, 4.0))):
         found = share_for(options.seconds, weights, max_requests=8)
         print(f"  {name}: {found['apart']:.2%} apart", flush=True)
@@ -273,7 +266,6 @@ def measure_shares(options: argparse.Namespace, record: Record) -> None:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Return the record as Markdown."""
     rows = []
     if (first := record.get("first")) is not None:
         backlog = f"a backlog of {record['options']['backlog']} × {BACKLOG_TOKENS}"
@@ -295,7 +287,6 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Run the parts."""
     if "first" in options.parts:
         print("first: short requests alone, then beside the backlog", flush=True)
         with serving(options, "fair") as servers:
@@ -310,8 +301,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="fairness",
-    about=__doc__,
     measure=measure,
     table=table,
     options=(
@@ -336,6 +325,3 @@ MEASUREMENT = Measurement(
         **{"turns": 1, "turn_seconds": 1.0, "seconds": 1.0},
     },
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -40,7 +40,6 @@ from benchmarks.rig.serving import has_welcomed, process
 
 PARTS = ("environment", "resolve", "fetch", "link", "start", "first token")
 """The parts of `make run` in a fresh clone, in order."""
-LARGEST = 8
 _UV = re.compile(r"(Resolved|Prepared|Installed) \d+ packages? in (?:(\d+)m )?([\d.]+)(ms|s)")
 """How uv tells what a step took."""
 _BYTES = 2**20
@@ -66,10 +65,8 @@ class Run:
         return has_welcomed(said)
 
     def first_token(self) -> float:
-        """Return the seconds that `headrace generate` takes until its first output.
-
-        Raises:
-            SystemFailure: it printed nothing.
+        """Return the seconds that `headrace generate` takes until its first output. Raises
+        SystemFailure if it printed nothing.
         """
         began = time.perf_counter()
         command = [str(self._clone / ".venv" / "bin" / "headrace"), "generate", "Hello"]
@@ -86,10 +83,8 @@ class Run:
 
 @contextlib.contextmanager
 def running(clone: Path, environment: Mapping[str, str]) -> Iterator[Run]:
-    """Run `make run` during the block, from when its server is ready.
-
-    Raises:
-        SystemFailure: it ended, or was not ready in time; the message has its output.
+    """Run `make run` during the block, from when its server is ready. Raises SystemFailure with its
+    output if it ended, or was not ready in time.
     """
     run = Run(clone, environment)
     command = ["make", "run", f"LISTEN={run.address}"]
@@ -101,10 +96,8 @@ def running(clone: Path, environment: Mapping[str, str]) -> Iterator[Run]:
 
 
 def parts(run: Run, ready: float, first_token: float) -> dict[str, float]:
-    """Return the seconds of each part.
-
-    Raises:
-        SystemFailure: uv did not install, so its lines are missing.
+    """Return the seconds of each part. Raises SystemFailure if uv did not install, so that its
+    lines are missing.
     """
     ends: dict[str, float] = {}
     took: dict[str, float] = {}
@@ -126,20 +119,10 @@ def parts(run: Run, ready: float, first_token: float) -> dict[str, float]:
     }
 
 
-def sizes(environment: Path) -> dict[str, Any]:
-    """Return the size of an environment in bytes, and its largest packages."""
-    places = list(environment.glob("lib/python3*/site-packages"))
-    found: dict[str, int] = {}
-    for package in places[0].iterdir() if places else ():
-        files = package.rglob("*") if package.is_dir() else [package]
-        found[package.name] = sum(
-            file.lstat().st_size for file in files if file.is_file() and not file.is_symlink()
-        )
-    order = sorted(found, key=lambda name: -found[name])
-    return {
-        "environment_mb": sum(found.values()) / _BYTES,
-        "largest_mb": {name: found[name] / _BYTES for name in order[:LARGEST]},
-    }
+def size(environment: Path) -> int:
+    """Return the bytes of an environment's packages."""
+    files = environment.glob("lib/python3*/site-packages/**/*")
+    return sum(one.lstat().st_size for one in files if one.is_file() and not one.is_symlink())
 
 
 def received() -> int:
@@ -179,12 +162,11 @@ def measure_one(folder: Path, again: int) -> dict[str, Any]:
         "downloaded_mb": downloaded / _BYTES,
         "mb_per_s": downloaded / _BYTES / found["fetch"],
         "again_ready_s": starts,
-        **sizes(clone / ".venv"),
+        "environment_mb": size(clone / ".venv") / _BYTES,
     }
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure all runs."""
     runs = []
     for _ in tqdm(range(options.runs), desc="fresh runs", unit="run"):
         with tempfile.TemporaryDirectory(prefix="headrace-first-try-") as folder:
@@ -193,9 +175,8 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """Return the record as text for a document. name: the name of its file."""
     runs = record["runs"]
-    size = statistics.median(run["environment_mb"] for run in runs)
+    megabytes = statistics.median(run["environment_mb"] for run in runs)
     again = [f"{statistics.median(run['again_ready_s']):.1f}" for run in runs]
     came = [f"{run['downloaded_mb']:,.0f} ({run['mb_per_s']:.0f} a second)" for run in runs]
     rows = [
@@ -207,19 +188,13 @@ def render(record: Mapping[str, Any], name: str) -> str:
     heads = ["seconds", *(f"run {number}" for number in range(1, len(runs) + 1))]
     head = (
         f"{record['date'][:10]}, {cpus(record)}, {memory(record)}. The environment takes "
-        f"{size:,.0f} MiB on disk. Commit {record['commit']}. {link(name)}"
+        f"{megabytes:,.0f} MiB on disk. Commit {record['commit']}. {link(name)}"
     )
     return "\n".join([head, "", *table(heads, rows)]) + "\n"
 
 
 MEASUREMENT = Measurement(
-    name="first-try",
-    file="first_try.json",
-    about=__doc__,
     measure=measure,
     render=render,
     options=(option("runs", 3), option("again", 3, "starts after each fresh one")),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -35,7 +35,6 @@ class Figure:
     Attributes:
         tokens, messages: what the client received during the measurement.
         cpu_s: the CPU time of the server's process during the measurement.
-        wall_s: the duration of the measurement.
     """
 
     tokens: int
@@ -87,7 +86,6 @@ def sessions(options: argparse.Namespace, kind: str, per_second: float) -> list[
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure each server with and without pauses."""
     for kind in options.kinds:
         for per_second in (options.rate, 0.0):
             figures = sessions(options, kind, per_second)
@@ -103,8 +101,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="front_end_cost",
-    about=__doc__,
     measure=measure,
     options=(
         option("requests", 64, "on one session"),
@@ -114,8 +110,4 @@ MEASUREMENT = Measurement(
         option("repeats", 3, "sessions that count"),
         option("kinds", KINDS, nargs="+", choices=KINDS),
     ),
-    is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

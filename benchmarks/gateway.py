@@ -1,4 +1,4 @@
-"""Headrace behind smg, by OpenAI's client: `python -m benchmarks.gateway --output FILE`.
+"""Headrace behind smg, by OpenAI's client: `python -m benchmarks gateway`.
 
 It needs the extra `gateway`, `smg` and `openai` in this environment. It runs the demo model in
 three parts:
@@ -68,7 +68,6 @@ def story(number: int) -> str:
 
 
 def user(text: str, **more: Any) -> list[dict[str, Any]]:
-    """Return a conversation of one message."""
     return [{"role": "user", "content": text, **more}]
 
 
@@ -124,7 +123,6 @@ def conversations() -> dict[str, list[dict[str, Any]]]:
 
 
 def server(model: Path = DEMO) -> contextlib.AbstractContextManager[Process]:
-    """Run a server with one thread."""
     flags = ("--gateway", "--device", "cpu", "--threads", "1", "--served-name", NAME)
     return serve(*flags, model=model)
 
@@ -278,7 +276,6 @@ async def prompts_of(templates: list[Path], logs: Path) -> dict[str, Any]:
 
 
 async def stream(gateway: Any, number: int, **more: Any) -> AsyncIterator[Any]:
-    """Run a streamed chat and yield its chunks. more: what else is asked for."""
     chunks = await gateway.chat.completions.create(
         model=NAME, messages=user(story(number)), max_tokens=MAX_TOKENS, stream=True, **more
     )
@@ -302,7 +299,6 @@ async def chat(gateway: Any, number: int) -> dict[str, Any]:
 
 
 async def crowd(count: int, run: Callable[[int], Awaitable[None]]) -> None:
-    """Run this many chats, AT_ONCE concurrently."""
     numbers = iter(range(count))
 
     async def work() -> None:
@@ -405,14 +401,11 @@ async def parts(options: argparse.Namespace, record: Record, logs: Path) -> None
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Run the parts."""
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(parts(options, record, Path(folder)))
 
 
 MEASUREMENT = Measurement(
-    name="gateway",
-    about=__doc__,
     measure=measure,
     options=(
         option("count", 200, "chats in the part with a kill"),
@@ -421,8 +414,4 @@ MEASUREMENT = Measurement(
         option("minutes", 8.0, "most it may take"),
     ),
     packages=("smg", "smg-grpc-proto", "openai"),
-    is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

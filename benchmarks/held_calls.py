@@ -1,6 +1,6 @@
 """What streams that are held to tool calls cost the others of their batch.
 
-    python -m benchmarks.held_calls
+    python -m benchmarks held_calls
 
 A batch has 128 streams. In one variant all of them are free; in the other, half of them are
 constrained to tool calls (tool_choice REQUIRED, in the Hermes format). The steps of both are timed
@@ -127,7 +127,6 @@ class Bench:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Run all turns."""
     bench = Bench(options)
     record.data |= {"streams": STREAMS, "compile_s": bench.compile_s}
     numbers = itertools.count()
@@ -141,7 +140,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Return the result as a sentence."""
     return (
         f"a step of {STREAMS} free and {STREAMS} held streams takes {record['ratio']:.2f} times "
         f"that of {2 * STREAMS} free ones"
@@ -149,12 +147,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="held_calls",
-    about=__doc__,
     measure=measure,
     table=table,
     options=(NAMED_MODEL, DTYPE, THREADS, MODELS, option("turns", 5, "pairs that count")),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

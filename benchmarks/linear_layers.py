@@ -1,8 +1,8 @@
 """Linear layers of a Qwen3-0.6B shape alone: torch's own, oneDNN's packing and our kernels, by type
 and by number of rows, in turns.
 
-    python -m benchmarks.linear_layers --rows 1,16,512 --types bfloat16,int4-128 --seconds 10
-    python -m benchmarks.linear_layers --variant avx2   # our kernels for another instruction set
+    python -m benchmarks linear_layers --rows 1,16,512 --types bfloat16,int4-128 --seconds 10
+    python -m benchmarks linear_layers --variant avx2   # our kernels for another instruction set
 
 Every layer has separate weights, so that they come from memory as in a model. The best time of each
 layer counts, which is what a quiet machine would reach. The median over passes shows how quiet the
@@ -67,9 +67,7 @@ class Contender:
 
     Attributes:
         name: the implementation and the type of the weights.
-        dtype: the type of the inputs.
         weight_bytes: of all layers.
-        layers: the layers.
         best, passes: the best time of each layer, and the time of each pass over all layers, in
             seconds.
     """
@@ -171,7 +169,6 @@ def run(rows: int, seconds: float, those: list[Contender]) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure each number of rows."""
     torch.set_num_threads(options.threads)
     if unknown := set(options.types.split(",")) - set(TYPES):
         raise SystemFailure(f"--types: {', '.join(sorted(unknown))}: choose of {', '.join(TYPES)}")
@@ -184,8 +181,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="linear_layers",
-    about=__doc__,
     measure=measure,
     options=(
         option("rows", "1,4,16,32,128,512"),
@@ -195,8 +190,4 @@ MEASUREMENT = Measurement(
         option("seconds", 10.0, "for each number of rows"),
         option("threads", 2),
     ),
-    is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -40,8 +40,6 @@ class Aim:
     """What is measured, and how it is told.
 
     Attributes:
-        what: its description.
-        value: its value.
         told: the value as text.
         least, most: the bounds that it is to keep; None if there is no such bound.
     """
@@ -54,7 +52,6 @@ class Aim:
 
     @property
     def bounds(self) -> str:
-        """The bounds as text."""
         bounds = (("≥", self.least), ("≤", self.most))
         return ", ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
@@ -104,7 +101,6 @@ def cpus(record: Mapping[str, Any], more: str = "") -> str:
 
 
 def memory(record: Mapping[str, Any]) -> str:
-    """Return the memory of a record's machine."""
     return f"{record['machine']['memory_bytes'] / 2**30:.0f} GiB"
 
 

@@ -36,6 +36,15 @@ SHAPES = {
     "qwen3-0.6b": _shape(1024, 28, 16, 8, 128, 3072, 151_936, 40_960),
     "qwen3-4b": _shape(2560, 36, 32, 8, 128, 9728, 151_936, 40_960),
     "qwen3-8b": _shape(4096, 36, 32, 8, 128, 12_288, 151_936, 40_960, tied=False),
+    "qwen3-moe-13b": _shape(
+        *(2048, 20, 32, 4, 128, 6144, 151_936, 40_960),
+        tied=False,
+        model_type="qwen3_moe",
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
     "qwen3.5-0.8b": _shape(
         *(1024, 24, 8, 2, 256, 3584, 248_320, 40_960),
         theta=1e7,
@@ -51,7 +60,8 @@ SHAPES = {
     "demo-old": _shape(256, 4, 8, 4, 32, 704, 3072, 2048, theta=1e4, model_type="llama"),
 }
 """All shapes are Qwen3 except those that name another type: SmolLM2's, and the shape that the demo
-model had when most of its records were made.
+model had when most of its records were made. The mixture has 20 of the 48 layers of Qwen3-30B-A3B,
+so that a device also holds the judge, in float32.
 """
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -68,9 +78,7 @@ WIDTH = 1024
 
 def find_model(name: str, cache: Path | None) -> Path:
     """Return the folder of a model: demo, a shape's name, or a directory. cache: see `checkpoint`.
-
-    Raises:
-        ValueError: there is none.
+    Raises ValueError if there is none.
     """
     if name in SHAPES:
         return checkpoint(name, cache or CACHE)
@@ -122,7 +130,6 @@ def make_random(folder: Path, model_type: str, settings: Mapping[str, Any]) -> P
 
 
 def write_random(model_type: str, settings: Mapping[str, Any], folder: Path) -> None:
-    """Write such a checkpoint."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -165,6 +172,18 @@ def random_model(name: str, *, device: str, dtype: torch.dtype, seed: int = 0) -
     return model.eval()
 
 
+def built_model(order: Mapping[str, Any]) -> PreTrainedModel | None:
+    """Return the model of an adapter's order: that of the shape which "build" names, made on the
+    order's device, where every system has the same weights. None without: "model" is a directory.
+    """
+    import torch
+
+    if order.get("build") is None:
+        return None
+    dtype = getattr(torch, order["dtype"])
+    return random_model(order["build"], device=order.get("device", "cpu"), dtype=dtype)
+
+
 def _spread(name: str) -> float:
     """Return the factor for the weights, which is smaller for wider models. A product of the layers
     then has the same gain as in the 0.6B shape, and rounding errors grow no faster.
@@ -173,7 +192,6 @@ def _spread(name: str) -> float:
 
 
 def model_config(name: str) -> PreTrainedConfig:
-    """Return the config of a named shape."""
     from transformers import AutoConfig
 
     shape = {"model_type": "qwen3", **SHAPES[name]}

@@ -1,6 +1,6 @@
 """The time in which a loaded model takes new weights, beside that of loading it.
 
-    python -m benchmarks.new_weights --shape qwen3-0.6b --turns 5 --packings bfloat16,int8
+    python -m benchmarks new_weights --shape qwen3-0.6b --turns 5 --packings bfloat16,int8
 
 For each packing: seconds of `engine.load`, of `load_weights` with those of a model in memory, of
 `load_state_dict`, and of the look for changes at the start of a manager. All turns are printed.
@@ -28,7 +28,6 @@ _PACKINGS = {
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure each packing."""
     new = random_model(options.shape, device="cpu", dtype=torch.bfloat16)
     state = new.state_dict()
     with tempfile.TemporaryDirectory() as folder:
@@ -46,16 +45,10 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="new_weights",
-    about=__doc__,
     measure=measure,
     options=(
         option("shape", "qwen3-0.6b", choices=sorted(SHAPES)),
         option("turns", 5),
         option("packings", ",".join(_PACKINGS)),
     ),
-    is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

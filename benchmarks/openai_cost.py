@@ -43,7 +43,6 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def chats(tokens: int) -> Chats:
-    """Return the chats of a turn."""
     return Chats(lambda number: f"{PROMPT} {number}", tokens, temperature=1.0)
 
 
@@ -66,7 +65,6 @@ class Grpc:
         return asyncio.run(run())
 
     def first(self) -> None:
-        """Run a chat until its first token arrives."""
         with headrace.Client(self._server.address) as client, client.session() as session:
             for chunk in session.submit(chats(2).request(0)):
                 if chunk.token_ids:
@@ -95,7 +93,6 @@ class Http:
         return sum(found)
 
     def first(self) -> None:
-        """Run a chat until its first token arrives."""
         with contextlib.closing(self._lines(0, 2)) as lines:
             for line in lines:
                 if re.search(rb'"content":"[^"]', line):
@@ -120,15 +117,9 @@ System = Grpc | Http
 def turn(system: System, front: Process, options: argparse.Namespace) -> dict[str, float]:
     """Run one turn.
 
-    Args:
-        system: what is asked.
-        front: the front end.
-        options: how much is asked of it.
-
-    Returns:
-        tokens_per_s, of all chats together; front_us, between_us and cpu_us, the CPU time a token
-        of the front end, of what is in front of it, and of both; first_ms, the median time to a
-        single chat's first token; resident_mb, the memory of what is in front of the front end.
+    Returns tokens_per_s, of all chats together; front_us, between_us and cpu_us, the CPU time a
+    token of the front end, of what is in front of it, and of both; first_ms, the median time to a
+    single chat's first token; resident_mb, the memory of what is in front of the front end.
     """
     firsts_ms = []
     for _ in range(options.firsts):
@@ -184,7 +175,6 @@ def chatting(model: Path, folder: Path) -> Path:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Run all turns."""
     with (
         tempfile.TemporaryDirectory() as folder,
         systems(options, Path(folder)) as (front, there),
@@ -202,7 +192,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Return the figures as text."""
     lines = [f"the door started in {record['door_start_s']:.2f} s"]
     lines += [f"{name:32} {value:9.3f}" for name, value in record["figures"].items()]
     return "\n".join(lines)
@@ -227,8 +216,6 @@ def summary(turns: Turns) -> dict[str, float]:
 
 
 MEASUREMENT = Measurement(
-    name="openai_cost",
-    about=__doc__,
     measure=measure,
     table=table,
     options=(
@@ -240,8 +227,4 @@ MEASUREMENT = Measurement(
         option("firsts", 10, "single chats in each turn"),
         option("server", [], "options of the server, after --", nargs="*"),
     ),
-    is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -34,12 +34,7 @@ class SystemFailure(Exception):
 
 
 class Program:
-    """A process that answers each line of JSON with a line of JSON. Ends with its block.
-
-    Attributes:
-        name: its name in messages.
-        pid: the process id.
-    """
+    """A process that answers each line of JSON with a line of JSON. Ends with its block."""
 
     def __init__(
         self,
@@ -49,14 +44,8 @@ class Program:
         environment: Mapping[str, str],
         root: Path = ROOT,
     ) -> None:
-        """Start the process.
-
-        Args:
-            name: its name in messages.
-            command: its words.
-            log: the file for its standard error.
-            environment: its variables, besides those of this process.
-            root: the folder in which it runs.
+        """Start the process in the folder `root`. log: the file for its standard error.
+        environment: variables besides those of this process.
         """
         self.name = name
         self._log_path = log
@@ -188,15 +177,12 @@ class System(Program):
         log: Path,
         environment: Mapping[str, str],
         root: Path = ROOT,
-        words: Sequence[str] = (),
     ) -> None:
-        """Start the process; call `load` next. root: the checkout whose adapter is used. words:
-        arguments of the adapter.
-        """
+        """Start the process; call `load` next. root: the checkout whose adapter is used."""
         self.start_s = 0.0
         self.ready: dict[str, Any] = {}
         self._began = time.perf_counter()
-        super().__init__(name, [python, "-m", module, *words], log, environment, root)
+        super().__init__(name, [python, "-m", module], log, environment, root)
 
     def load(self, order: Mapping[str, Any], timeout: float) -> None:
         """Let it load the model. Raises SystemFailure."""

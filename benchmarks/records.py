@@ -22,17 +22,14 @@ class Record:
 
     Attributes:
         path: its file; None if it is not written.
-        data: its content.
         is_told: whether what is put in it is printed, too.
     """
 
     def __init__(
         self, path: Path | None, kind: str, about: Mapping[str, Any], *, is_told: bool = False
     ) -> None:
-        """Create a record. about: when, where and of what it is.
-
-        Raises:
-            SystemFailure: the path is that of a device. A file would take its place.
+        """Create a record. about: when, where and of what it is. Raises SystemFailure if the path
+        is that of a device: a file would take its place.
         """
         if path is not None and path.exists() and not (path.is_file() or path.is_dir()):
             raise SystemFailure(f"{path} is there and is no file; name another for the record")
@@ -42,10 +39,7 @@ class Record:
 
     def resume(self, same: Iterable[str]) -> bool:
         """Take over what its file has, if there is one. Returns whether it is of the same: the
-        options of these names, and the commit.
-
-        Raises:
-            SystemFailure: the file has another format.
+        options of these names, and the commit. Raises SystemFailure if it has another format.
         """
         found = self._read()
         if found is not None:
@@ -57,9 +51,7 @@ class Record:
 
     def go_on(self, **about: Any) -> None:
         """Take over what its file has besides what this run says of itself. about: more of that.
-
-        Raises:
-            SystemFailure: the file has another format.
+        Raises SystemFailure if it has another format.
         """
         self.data = {**(self._read() or {}), **self.data, **about}
 
@@ -89,7 +81,6 @@ class Record:
 
 
 def now() -> str:
-    """Return the date and time for a record."""
     return datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds")
 
 

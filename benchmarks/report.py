@@ -9,25 +9,13 @@ A block names the record that it shows; nothing between the marks is written by 
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records import read_record
-
-MODULES = {
-    "run": "benchmarks.run",
-    "gpu": "benchmarks.gpu.tables",
-    "plan": "benchmarks.plans",
-    "first-try": "benchmarks.first_try",
-    "decoder": "benchmarks.decoder",
-    "languages": "benchmarks.languages.turns",
-    "proxies": "benchmarks.proxies.trying",
-    "speculation": "benchmarks.speculation",
-}
-"""What renders a kind of record; imported when it is needed. Old records of `run` have no kind."""
+from benchmarks.rig.measurement import module_of
 
 
 def rewrite(text: str, read: Callable[[str], dict[str, Any] | None]) -> str:
@@ -48,15 +36,9 @@ def rewrite(text: str, read: Callable[[str], dict[str, Any] | None]) -> str:
 
 
 def update(document: Path, root: Path, *, check: bool = False) -> bool:
-    """Write a document's blocks. Returns whether they were already up to date.
-
-    Args:
-        document: the file.
-        root: the folder to which the names of records are relative.
-        check: do not write.
-
-    Raises:
-        ValueError: a record has another format.
+    """Write a document's blocks unless they are only checked. Returns whether they were already up
+    to date. root: the folder to which the names of records are relative. Raises ValueError if a
+    record has another format.
     """
     old = document.read_text()
     new = rewrite(old, lambda name: read_record(root / name))
@@ -67,6 +49,5 @@ def update(document: Path, root: Path, *, check: bool = False) -> bool:
 
 def render(record: dict[str, Any], name: str) -> str:
     """Return a record as text for a document. name: the name of its file."""
-    module = importlib.import_module(MODULES[record.get("kind", "run")])
-    rendered: str = module.render(record, name)
+    rendered: str = module_of(record.get("kind", "run")).render(record, name)  # old ones have none
     return rendered

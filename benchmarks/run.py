@@ -74,10 +74,8 @@ def case_of(workload: Workload, load: Load) -> Case:
 
 
 def chosen_systems(options: argparse.Namespace) -> list[SystemSpec]:
-    """Return the systems that the options ask for.
-
-    Raises:
-        ValueError: there is no such system, or it cannot be measured so.
+    """Return the systems that the options ask for. Raises ValueError if there is no such system, or
+    it cannot be measured so.
     """
     known = {**SYSTEMS, **dict(map(_variant, options.variant))}
     names = _chosen("system", options.systems, known)
@@ -125,10 +123,8 @@ def _chosen(kind: str, text: str, known: Mapping[str, object]) -> list[str]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Run the command.
-
-    Raises:
-        SystemFailure: the options are wrong, or the first system does not start.
+    """Run the command. Raises SystemFailure if the options are wrong, or the first system does not
+    start.
     """
     try:
         systems = chosen_systems(options)
@@ -149,17 +145,8 @@ def compare(
     cases: Sequence[Case],
     systems: Sequence[SystemSpec],
 ) -> None:
-    """Measure systems, and put what is found in the record.
-
-    Args:
-        options: the command's.
-        record: the record.
-        model: the checkpoint.
-        cases: the cases.
-        systems: the systems; the others are compared with the first.
-
-    Raises:
-        SystemFailure: the first system, or all others, cannot start.
+    """Measure systems on a checkpoint, and put what is found in the record; the others are compared
+    with the first. Raises SystemFailure if the first system, or all others, cannot start.
     """
     shape, reference = read_shape(model), systems[0].name
     fitting = [case for case in cases if max(one.total for one in case.lengths) <= shape.max_tokens]
@@ -384,7 +371,6 @@ def _systems(record: Mapping[str, Any]) -> str:
 
 
 def _verdict(check: dict[str, Any] | None) -> str:
-    """Return the judge's verdict for a table cell."""
     if check is None:
         return "not checked"
     mark = "" if check["is_right"] else "**below**: "
@@ -403,8 +389,6 @@ def _load(name: str) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="run",
-    about=__doc__,
     measure=measure,
     render=render,
     options=(

@@ -67,13 +67,8 @@ _HEAD = 200
 
 
 def prompt_of(key: str, *, wait_s: float, every_s: float, size: int = 0) -> str:
-    """Return the prompt of a request to `paced`.
-
-    Args:
-        key: the request's unique name.
-        wait_s: the time until its first token.
-        every_s: the time between two tokens.
-        size: the size of the prompt in bytes; 0 for the smallest.
+    """Return the prompt of a request to `paced`: its unique name, the seconds until its first token
+    and between two tokens, and the prompt's size in bytes; 0 for the smallest.
     """
     return f"{key} wait={wait_s:g} every={every_s:g} ".ljust(size, ".")
 
@@ -111,7 +106,6 @@ class ScriptedEngine(EngineClient):
         self._loop: asyncio.Task[None] | None = None
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
-        """Start waiting for requests."""
         progress("a scripted engine")
         self._loop = asyncio.create_task(self._run(sink))
         return ModelInfo(
@@ -132,7 +126,6 @@ class ScriptedEngine(EngineClient):
         )
 
     async def _run(self, sink: StepSink) -> None:
-        """Run steps endlessly."""
         raise NotImplementedError
 
     async def cancel(self, request_id: RequestId) -> bool:
@@ -140,11 +133,9 @@ class ScriptedEngine(EngineClient):
         return False
 
     async def stats(self) -> EngineStats:
-        """Return no statistics."""
         return EngineStats()
 
     async def close(self) -> None:
-        """Close the engine."""
         if self._loop is not None:
             self._loop.cancel()
 
@@ -167,7 +158,6 @@ class TextEngine(ScriptedEngine):
         self._full = asyncio.Event()
 
     async def submit(self, request: GenerationRequest) -> Admission:
-        """Accept a request."""
         arrival = time.monotonic()
         self._waiting.append((request, arrival))
         if len(self._waiting) == self._count:
@@ -263,7 +253,6 @@ class PacedEngine(ScriptedEngine):
         self._live: dict[RequestId, _Live] = {}
 
     async def submit(self, request: GenerationRequest) -> Admission:
-        """Accept a request."""
         head = self._tokenizer.decode(request.prompt[:_HEAD])
         wait_s, every_s, most = 0.0, 0.0, request.stop.max_tokens or 1
         if asked := _TRIES.match(head):
@@ -328,7 +317,6 @@ class Bare(generation_service_pb2_grpc.GenerationServiceServicer):
         self._pieces = [(token, tokenizer.token_text(token)) for token in real_tokens()]
 
     async def StreamResult(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        """Send one message per step."""
         for _ in range(self._count):
             await anext(request_iterator)
         clock, numbers = ticks(self._per_second), itertools.count(1)
@@ -344,7 +332,6 @@ class Bare(generation_service_pb2_grpc.GenerationServiceServicer):
 
 
 async def serve_bare(address: str, count: int, steps: int, per_second: float) -> None:
-    """Serve until killed."""
     server = grpc.aio.server()
     generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
         Bare(count, steps, per_second), server
@@ -356,7 +343,6 @@ async def serve_bare(address: str, count: int, steps: int, per_second: float) ->
 
 
 def serve_paced(address: str, pings_s: float) -> None:
-    """Serve until a signal arrives."""
     config = ServiceConfig(
         listen=(address,), max_receive_bytes=8 << 20, keepalive_interval_s=pings_s
     )
@@ -367,7 +353,6 @@ def serve_paced(address: str, pings_s: float) -> None:
 
 
 def main() -> None:
-    """Run the command."""
     kind, *numbers, _, address = sys.argv[1:]
     if kind == "paced":
         serve_paced(address, float(numbers[0]))

@@ -1,6 +1,6 @@
 """What speculation gains: the same requests in turns, with `--speculation off` and with `auto`.
 
-    python -m benchmarks.speculation --cases 'bfloat16 own*,smollm2 copying*'
+    python -m benchmarks speculation --cases 'bfloat16 own*,smollm2 copying*'
 
     … own output N% changed     W3, predicted by its own output with so many tokens exchanged or
                                 left out; and W1, of which half is predicted so
@@ -139,7 +139,6 @@ def row(name: str, part: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """Return the record as text for a document. name: the name of its file."""
     options = record["options"]
     rows = [
         row(case, part, found)
@@ -159,8 +158,6 @@ def render(record: Mapping[str, Any], name: str) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="speculation",
-    about=__doc__,
     measure=measure,
     render=render,
     options=(
@@ -180,6 +177,3 @@ MEASUREMENT = Measurement(
     quick={"turns": 1, "requests": 2, "case_seconds": 1.0},
     resumes=("commit", "model", "threads", "instructions", "requests"),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -39,10 +39,8 @@ class Case:
     """Requests that are measured with and without speculation.
 
     Attributes:
-        name: what they are.
         model: random weights in this form, or smollm2.
         aim: the least ratio of times, without to with.
-        requests: makes them.
         at_once: how many run at the same time.
         changed: of requests with predictions, which are their own outputs: the share of tokens that
             differ; None: there are none.

@@ -74,8 +74,6 @@ async def stall(stack: AsyncExitStack, server: Process, count: int) -> None:
 
 
 async def turn(server: Process, options: argparse.Namespace, number: int) -> dict[str, float]:
-    """Run A and B."""
-
     def memory(when: str) -> dict[str, float]:
         return {f"{name}_{when}_mib": size / 2**20 for name, size in server.memory().items()}
 
@@ -96,7 +94,6 @@ async def turn(server: Process, options: argparse.Namespace, number: int) -> dic
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Run all turns."""
     turns = []
     bounds = ("--max-unread-tokens", str(options.max_unread_tokens), "--max-hold", "3600")
     with serve(*flags_of(options, *bounds), model=options.model) as server:
@@ -124,8 +121,6 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="stalled_readers",
-    about=__doc__,
     measure=measure,
     table=table,
     options=(
@@ -138,6 +133,3 @@ MEASUREMENT = Measurement(
         option("repeats", 4, "turns that count"),
     ),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

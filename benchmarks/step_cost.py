@@ -1,6 +1,6 @@
 """What a decode step costs besides the model's forward pass: the engine's own part of it.
 
-    python -m benchmarks.step_cost --model $(python -m benchmarks model tiny) --requests 16
+    python -m benchmarks step_cost --model $(python -m benchmarks model tiny) --requests 16
 
 The engine runs in this thread, one step after the other. The duration of the model's forward pass
 is the model's time; the rest is the engine's: scheduling, laying the step out, block tables,
@@ -61,7 +61,6 @@ def steps_of(options: argparse.Namespace) -> list[tuple[float, float]]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure the steps."""
     steps = steps_of(options)
     for name, seconds in zip(("the model", "the engine"), zip(*steps, strict=True), strict=True):
         tenth, *_, ninetieth = statistics.quantiles(seconds, n=10)
@@ -70,8 +69,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="step_cost",
-    about=__doc__,
     measure=measure,
     options=(
         *(MODEL, DTYPE),
@@ -80,8 +77,4 @@ MEASUREMENT = Measurement(
         option("temperature", 0.0, "0: greedy"),
         option("threads", None, type=int),
     ),
-    is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -1,6 +1,6 @@
 """What a target step time costs and gives: steadier streams, for prompts that take longer.
 
-    python -m benchmarks.step_time --model qwen3-0.6b
+    python -m benchmarks step_time --model qwen3-0.6b
 
     W2      32 mixed requests at once, with the default target, with none, and with others (a
             curve): throughput, time to the first token, gaps between tokens
@@ -50,7 +50,6 @@ _NAMES = ("output_rate", "ttft_p50_s", "itl_p50_s", "itl_p99_s")
 
 
 def w2_turn(engine: SteppedEngine, turn: int) -> dict[str, float]:
-    """Run a turn of W2 and return its results."""
     lengths = WORKLOADS["W2"].lengths()
     prompts = make_prompts(lengths, engine.model.vocab_size, seed=1000 + turn)
     requests = [
@@ -140,7 +139,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 def tables(record: Mapping[str, Any]) -> str:
-    """Return the record as Markdown."""
     options, rows = record["options"], []
     none = record["W2"]["0"]
     for target in sorted(record["W2"], key=float):
@@ -189,8 +187,6 @@ def tables(record: Mapping[str, Any]) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="step_time",
-    about=__doc__,
     measure=measure,
     table=tables,
     options=(
@@ -207,6 +203,3 @@ MEASUREMENT = Measurement(
     ),
     resumes=("commit", "model", "dtype", "threads", "scheduler", "target", "long"),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

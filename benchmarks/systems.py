@@ -22,15 +22,11 @@ class SystemSpec:
     Attributes:
         name: the name on the command line and in results.
         module: its adapter.
-        meaning: the description for `--list`.
-        options: the adapter's options.
         is_peer: whether it runs in a separate environment, which `--peer` names.
         peer: this environment; None until it is known.
         is_online: whether it accepts requests while it runs.
         needs_gpu: whether it is measured on a GPU alone.
-        environment: variables of its process.
         preload: patterns of libraries in its environment that are loaded first.
-        python: its interpreter.
         root: the checkout whose adapter is used.
         model: a checkpoint that it loads in place of the model that the others load.
     """
@@ -51,10 +47,7 @@ class SystemSpec:
 
     def on(self, cpus: list[int]) -> SystemSpec:
         """Return it with its interpreter and the variables of its process. cpus: the CPUs that it
-        may use.
-
-        Raises:
-            FileNotFoundError: a library to preload is not in its environment.
+        may use. Raises FileNotFoundError if a library to preload is not in its environment.
         """
         found = {
             name: value.format(cpus=",".join(map(str, cpus)))

@@ -113,7 +113,6 @@ async def turn(server: Process, port: int, options: argparse.Namespace) -> dict[
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Run all turns."""
     with receiver() as (address, received), contextlib.ExitStack() as stack:
         telemetry = {OFF: ("", 0), ON: (address, free_port()), AGAIN: ("", 0)}
         servers = {
@@ -139,7 +138,6 @@ def ratios(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Return the record as Markdown."""
     rows = [
         Aim(what, record[name]["median"], ratio_span(record[name]["ratios"]), least)
         for name, what, least in (
@@ -154,8 +152,6 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="telemetry",
-    about=__doc__,
     measure=measure,
     table=table,
     options=(
@@ -167,6 +163,3 @@ MEASUREMENT = Measurement(
     ),
     quick={"requests": 8, "warm_up": 0.5, "turns": 1, "turn_seconds": 1.0},
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -24,9 +24,6 @@ def resident(pid: int) -> tuple[int, int]:
 
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process, user and system, in nanoseconds' resolution: of all its
-    threads, also of those that have ended.
-
-    Raises:
-        OSError: there is no such process.
+    threads, also of those that have ended. Raises OSError if there is no such process.
     """
     return time.clock_gettime((~pid << 3) | 2)  # Linux's clock of a process, CPUCLOCK_SCHED

@@ -1,6 +1,6 @@
 """What waiting requests take in memory, beside what admission counts them as.
 
-    python -m benchmarks.waiting_memory --model $(python -m benchmarks model long)
+    python -m benchmarks waiting_memory --model $(python -m benchmarks model long)
 
 For each kind of request, a separate server is started with default settings. Its engine is paused,
 so that all requests wait. Some warm-up requests are added first and cancelled. Then 80 requests are
@@ -154,14 +154,12 @@ class Asker:
         return len(seeds), None
 
     async def cancel(self, seeds: range) -> None:
-        """Cancel some requests."""
         await self._client.cancel(f"{self._kind}-{seed}" for seed in seeds)
         await asyncio.gather(*self._calls, return_exceptions=True)
         self._calls.clear()
 
 
 async def measure_kind(kind: str, server: Process, count: int) -> dict[str, Any]:
-    """Measure one kind."""
     async with connect(server) as client:
         card = await client.model()
         shape = Shape(card.vocab_size, card.limits.max_prompt_tokens)
@@ -196,7 +194,6 @@ async def measure_kind(kind: str, server: Process, count: int) -> dict[str, Any]
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure the kinds, each in a separate server."""
     for kind in options.kinds:
         with serve("--log-level", "warning", model=options.model) as server:
             found = asyncio.run(measure_kind(kind, server, options.requests))
@@ -204,8 +201,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="waiting_memory",
-    about=__doc__,
     measure=measure,
     options=(
         MODEL,
@@ -213,6 +208,3 @@ MEASUREMENT = Measurement(
         option("kinds", list(KINDS), nargs="*", choices=sorted(KINDS)),
     ),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

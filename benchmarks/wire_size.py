@@ -40,7 +40,6 @@ PROMPTS = (
 
 
 def specs(kind: str, requests: int, tokens: int, run: int) -> Iterator[pb.GenerationSpec]:
-    """Yield the session's requests."""
     for index in range(requests):
         yield pb.GenerationSpec(
             request_id=f"{run:016x}{index:016x}",
@@ -89,7 +88,6 @@ def add_message(counted: Counter[str], message: rpc.StreamResultResponse) -> Non
 
 
 def measure(address: str, kind: str, requests: int, tokens: int, run: int) -> Counter[str]:
-    """Measure one session."""
     counted: Counter[str] = Counter()
     for message in messages(address, specs(kind, requests, tokens, run)):
         add_message(counted, message)
@@ -104,10 +102,8 @@ def merged_share(counted: Counter[str]) -> float:
 
 
 def measure_kind(address: str, kind: str, options: argparse.Namespace) -> list[Counter[str]]:
-    """Return the sessions of a kind that count.
-
-    Raises:
-        RuntimeError: too many of them had merged events, because the machine is busy.
+    """Return the sessions of a kind that count. Raises RuntimeError if too many of them had merged
+    events, because the machine is busy.
     """
     found: list[Counter[str]] = []
     for run in range(3 * options.runs):
@@ -159,7 +155,6 @@ def summary(runs: list[Counter[str]]) -> dict[str, Any]:
 
 
 def measure_all(options: argparse.Namespace, record: Record) -> None:
-    """Measure both kinds."""
     with serve("--log-level", "warning", model=options.model, on_socket=True) as server:
         runs = {kind: measure_kind(server.address, kind, options) for kind in KINDS}
     for kind, found in runs.items():
@@ -167,8 +162,6 @@ def measure_all(options: argparse.Namespace, record: Record) -> None:
 
 
 MEASUREMENT = Measurement(
-    name="wire_size",
-    about=__doc__,
     measure=measure_all,
     options=(
         MODEL,
@@ -176,8 +169,4 @@ MEASUREMENT = Measurement(
         option("tokens", 64, "of each request"),
         option("runs", 5, "sessions that count"),
     ),
-    is_kept=False,
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()

@@ -26,7 +26,6 @@ class Lengths:
 
     @property
     def total(self) -> int:
-        """The number of prompt and output tokens."""
         return self.prompt + self.output
 
 

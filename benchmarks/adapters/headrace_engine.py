@@ -21,11 +21,11 @@ from transformers import GenerationConfig
 
 import engine
 from benchmarks.adapters import profiling
-from benchmarks.adapters.building import built_model
 from benchmarks.adapters.loop import Turn, main, versions
 from benchmarks.adapters.managers import serve_turn
 from benchmarks.instructions import limit
 from benchmarks.low_rank import adapter_folders
+from benchmarks.models import built_model
 from engine.api.offline import LoadedModel
 from engine.contract.config import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE, LoadConfig
 from engine.core.threads import call_on_own_thread

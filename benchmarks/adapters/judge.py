@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.adapters.building import built_model
 from benchmarks.adapters.loop import Turn, main
+from benchmarks.models import built_model
 
 NEAR = 0.1
 """A tolerance, as a fraction of the logits' standard deviation. A token this close to the best one

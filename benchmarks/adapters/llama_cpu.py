@@ -152,12 +152,8 @@ class LlamaCpp:
 
 
 def _prepare(order: dict[str, Any], given: str | None, quantized: str | None) -> Path:
-    """Return the model's file, which is made if it does not exist.
-
-    Args:
-        order: the order to load.
-        given: a file to use instead.
-        quantized: the type of llama.cpp for the weights; None for the order's.
+    """Return the model's file, which is made if it does not exist: `given`, or the order's model in
+    its type or in the type of llama.cpp that `quantized` names.
     """
     if given is not None:
         return Path(given)
@@ -279,18 +275,13 @@ def _recurrent(name: str, tensor: Any) -> Any:
 def _tensors(model: Path) -> Iterator[tuple[str, Any]]:
     """Yield a bfloat16 checkpoint's tensors as raw 16-bit values, because numpy has no bfloat16."""
     import numpy
+    from gguf.utility import SafetensorsLocal
 
     for path in sorted(model.glob("*.safetensors")):
-        data = numpy.memmap(path, dtype=numpy.uint8, mode="r")
-        length = int(data[:8].view(numpy.uint64)[0])
-        for name, entry in json.loads(bytes(data[8 : 8 + length])).items():
-            if name == "__metadata__":
-                continue
-            if entry["dtype"] != "BF16":
-                raise RuntimeError(f"{name} is {entry['dtype']}; a bfloat16 checkpoint is wanted")
-            start, end = entry["data_offsets"]
-            content = numpy.array(data[8 + length + start : 8 + length + end])
-            yield name, content.view(numpy.uint16).reshape(entry["shape"])
+        for name, tensor in SafetensorsLocal(path).tensors.items():
+            if tensor.dtype != "BF16":
+                raise RuntimeError(f"{name} is {tensor.dtype}; a bfloat16 checkpoint is wanted")
+            yield name, tensor.mmap_bytes().view(numpy.uint16).reshape(tensor.shape)
 
 
 def _interleave(weight: Any, heads: int) -> Any:

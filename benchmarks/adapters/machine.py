@@ -118,7 +118,6 @@ def _ours(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], Any]:
 
 
 def _about(device: str) -> dict[str, Any]:
-    """Describe the GPU."""
     about = torch.cuda.get_device_properties(device)
     return {
         "name": about.name,

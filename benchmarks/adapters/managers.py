@@ -10,15 +10,10 @@ from benchmarks.adapters.loop import Turn
 
 
 def serve_turn(manager: Any, turn: Turn, silence_s: float | None = None) -> None:
-    """Run a turn.
+    """Run a turn on a manager that runs. silence_s: the longest wait for a result; None: until the
+    manager has ended.
 
-    Args:
-        manager: the manager, which runs.
-        turn: the turn.
-        silence_s: the longest wait for a result; None: until the manager has ended.
-
-    Raises:
-        RuntimeError: a request failed, or no result comes any more.
+    Raises RuntimeError if a request failed, or no result comes any more.
     """
     names: dict[str, int] = {}
     while not turn.is_over:

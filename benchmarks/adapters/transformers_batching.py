@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from benchmarks.adapters.building import built_model
 from benchmarks.adapters.loop import Turn, main, versions
 from benchmarks.adapters.managers import serve_turn
+from benchmarks.models import built_model
 
 PAGE_SIZE = 32
 SILENCE_S = 300.0

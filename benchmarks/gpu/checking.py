@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +29,13 @@ MODULE = "tests.gpu.checks"
 """The quick checks are tests, in an adapter's process."""
 PYTEST = "tests/gpu"
 MOST_FAILURES = 10
+SERVICE = ("grpc", "msgspec", "llguidance", "typer")
+"""What the service needs beside the engine."""
 SHARES = 5
 """The number of processes that run the quick checks concurrently."""
+NOT_FINISHED = "not finished"
+_END = re.compile(r"^(\S*::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
+"""How pytest tells the end of a test."""
 ALL = "checks"
 """The key of a failure of all checks."""
 
@@ -62,8 +67,8 @@ def _share(share: int, count: int, device: str, logs: Path, seconds: float) -> l
 
 def pytest_checks(part: Part, device: str, logs: Path, seconds: float) -> None:
     """Run tests/gpu. Running out of time is noted but is not a failure."""
-    missing = _missing("pytest", "hypothesis")
-    why = f"{missing} cannot be imported here" if missing else None
+    absent = missing("pytest", "hypothesis")
+    why = f"{absent} cannot be imported here" if absent else None
     if device == "cpu":
         why = "needs a CUDA device"
     if why is not None:
@@ -74,62 +79,40 @@ def pytest_checks(part: Part, device: str, logs: Path, seconds: float) -> None:
     if failures(part):
         part.end(FAILED)
     else:
-        is_late = part.data["rows"][-1]["state"] == "not finished"
+        is_late = part.data["rows"][-1]["state"] == NOT_FINISHED
         part.end(OUT_OF_TIME if is_late else COMPLETE)
 
 
 def run_pytest(paths: list[str], log: Path, seconds: float) -> dict[str, Any]:
-    """Run pytest and return a row of the checks. Tests are counted as they end, so a run that is
-    stopped still reports how many there were.
+    """Run pytest and return a row of the checks. A run that is stopped still reports how many tests
+    ended before.
     """
     command = [
         sys.executable, "-m", "pytest", "-c", os.devnull, f"--rootdir={ROOT}",
         "--import-mode=importlib", "-p", "no:cacheprovider", "-v", "--color=no", *paths,
     ]  # fmt: skip
-    counts: Counter[str] = Counter()
-    failed: list[str] = []
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     with log.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        late = threading.Event()
-
-        def stop() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(seconds, stop)
-        timer.start()
-        assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
-                file.write(line)
-                for word in ("PASSED", "FAILED", "ERROR", "SKIPPED"):
-                    if f" {word} " in f"{line.rstrip()} " and "::" in line.split(word)[0]:
-                        counts[word] += 1
-                        if word in ("FAILED", "ERROR"):
-                            failed.append(line.split()[0])
-        returned = process.wait()
-        timer.cancel()
-    detail = ", ".join(f"{counts[word]} {word.lower()}" for word in counts) or "no test ran"
+        try:
+            returned: int | None = subprocess.run(
+                command, cwd=ROOT, env=variables, stdout=file, stderr=file, timeout=seconds
+            ).returncode
+        except subprocess.TimeoutExpired:
+            returned = None
+    ends = _END.findall(log.read_text())
+    counts = Counter(word for _, word in ends)
+    failed = [test for test, word in ends if word in ("FAILED", "ERROR")]
+    detail = ", ".join(f"{count} {word.lower()}" for word, count in counts.items()) or "no test ran"
     if failed:
         detail += f": {', '.join(failed[:MOST_FAILURES])}"
-    state = "passed"
-    if failed:
-        state = FAILED
-    elif late.is_set():
-        state = "not finished"
-        detail += f" in {seconds:.0f} s"
+    elif returned is None:
+        return {"key": PYTEST, "state": NOT_FINISHED, "detail": f"{detail} in {seconds:.0f} s"}
     elif returned or not counts["PASSED"]:
-        state = FAILED
         detail += f"; pytest ended with {returned} (log: {log})"
-    return {"key": PYTEST, "state": state, "detail": detail}
+    else:
+        return {"key": PYTEST, "state": "passed", "detail": detail}
+    return {"key": PYTEST, "state": FAILED, "detail": detail}
 
 
 def failures(part: Part) -> list[dict[str, Any]]:
@@ -138,12 +121,8 @@ def failures(part: Part) -> list[dict[str, Any]]:
 
 
 def bars(needs: Collection[str], failed: Iterable[dict[str, Any]]) -> str | None:
-    """Return why a part is not measured; None if nothing that it needs has failed.
-
-    Args:
-        needs: the keys of checks.
-        failed: rows of checks. A row without a key (the checks' process ended) blocks all parts
-            that need any check.
+    """Return why a part is not measured; None if no check that it needs is among those that failed.
+    Without the checks' process (`ALL`), nothing that needs any is measured.
     """
     why = [
         f"{row['key']} has failed: {row['detail']}"
@@ -159,12 +138,12 @@ def lacking(names: Iterable[str]) -> list[str]:
     """
     asked = set(names)
     lines = []
-    if missing := _missing_for_triton():
-        lines.append(f"{missing}: Triton's kernels do not run, and what needs them is barred")
-    if "checks" in asked and (missing := _missing("pytest", "hypothesis")):
-        lines.append(f"{missing}: tests/gpu is not run")
-    if "grpc" in asked and (missing := _missing("grpc", "msgspec", "llguidance", "typer")):
-        lines.append(f"{missing}: the part grpc is left out (WHEELS=folder brings them)")
+    if absent := _missing_for_triton():
+        lines.append(f"{absent}: Triton's kernels do not run, and what needs them is barred")
+    if "checks" in asked and (absent := missing("pytest", "hypothesis")):
+        lines.append(f"{absent}: tests/gpu is not run")
+    if "grpc" in asked and (absent := missing(*SERVICE)):
+        lines.append(f"{absent}: the part grpc is left out (WHEELS=folder brings them)")
     return lines
 
 
@@ -172,13 +151,14 @@ def _missing_for_triton() -> str:
     """Return what Triton lacks to compile its launchers: the compilers that it looks for, and
     headers.
     """
-    missing = [_missing("triton")]
+    absent = [missing("triton")]
     if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
-        missing.append("a C compiler (gcc, clang or what CC names)")
+        absent.append("a C compiler (gcc, clang or what CC names)")
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        missing.append("Python.h (of a package like python3-dev)")
-    return ", ".join(filter(None, missing))
+        absent.append("Python.h (of a package like python3-dev)")
+    return ", ".join(filter(None, absent))
 
 
-def _missing(*modules: str) -> str:
+def missing(*modules: str) -> str:
+    """Return those that cannot be imported here."""
     return ", ".join(name for name in modules if find_spec(name) is None)

@@ -33,7 +33,7 @@ from benchmarks.gpu.record import (
     record_name,
 )
 from benchmarks.gpu.sizes import CPU_SIZES, GPU_SIZES, Sizes
-from benchmarks.gpu.tables import predictions, render_part
+from benchmarks.gpu.tables import predictions, render, render_part  # noqa: F401 - `report` renders
 from benchmarks.models import SHAPES
 from benchmarks.processes import System, SystemFailure
 from benchmarks.records import Record, commit, read_record
@@ -99,7 +99,7 @@ def _names(options: argparse.Namespace) -> list[str]:
     """Return the parts in order. Raises SystemFailure if there is no such part."""
     if options.part == "all":
         # With one model for all, a part that differs by its model alone would be run twice.
-        return [name for name in PARTS if not (options.model and name == "decode-4b")]
+        return [name for name in PARTS if not (options.model and name in ("decode-4b", "decode-moe"))]
     asked = options.part.split(",")
     for name in asked:
         if name not in PARTS:
@@ -127,10 +127,7 @@ class Run:
     """Runs the parts of one call.
 
     Attributes:
-        options: the command's.
-        record: the device's.
         machine: the process that measures its rates.
-        sizes: how much is measured.
         provenance: the sources' commit and the packages' versions.
     """
 
@@ -236,7 +233,6 @@ def _driver(device: str) -> str | None:
 
 MEASUREMENT = Measurement(
     name="gpu",
-    about=__doc__,
     measure=measure,
     options=(
         option("part", "all", f"all, or of {', '.join(PARTS)}, with commas"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,12 @@ from typing import Any
 
 from benchmarks.floors import Rates, Shape, prompts_s, step_s
 from benchmarks.gpu import predict
+from benchmarks.gpu.checking import SERVICE, missing
 from benchmarks.gpu.record import Part
 from benchmarks.gpu.sizes import Sizes, small_sizes, smoke_sizes
 from benchmarks.measures import compared, medians
 from benchmarks.models import made_once
-from benchmarks.processes import ROOT, SystemFailure
+from benchmarks.processes import SystemFailure
 from benchmarks.rig.bench import Bench, Case, Found, OutOfTime, Turn, limits_of
 from benchmarks.systems import SystemSpec
 from benchmarks.workloads import Lengths, Load
@@ -79,10 +79,7 @@ class Session:
 
     Attributes:
         part: its place in the record.
-        bench: its systems.
         model, shape: its model's name and size.
-        device: the device's name.
-        sizes: how much is measured.
         cache: the folder for checkpoints.
     """
 
@@ -282,9 +279,8 @@ def compare(
 
 def grpc(session: Session) -> None:
     """Compare a session of many requests through headrace-server to the engine without it."""
-    why = _server_missing()
-    if why is not None:
-        session.part.leave_out("gRPC", f"the service does not import here: {why}")
+    if absent := missing(*SERVICE):
+        session.part.leave_out("gRPC", f"the service needs {absent}")
         return
     server = SystemSpec(
         "headrace-session",
@@ -293,18 +289,6 @@ def grpc(session: Session) -> None:
         model=str(_checkpoint(session)),
     )
     compare(session, [server], [session.sizes.session])
-
-
-def _server_missing() -> str | None:
-    """Return why the service cannot run here; None if it can."""
-    code = "import headrace, service.command.cli, service.server, engine.process.worker"
-    code += ", engine.structured"
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if not found.returncode:
-        return None
-    return (found.stderr.strip().splitlines() or ["no reason was given"])[-1]
 
 
 def _checkpoint(session: Session) -> Path:
@@ -360,8 +344,6 @@ class Measuring:
     """A part: what it measures, with which model, and why.
 
     Attributes:
-        run: runs the part.
-        model: the model's shape.
         meaning: its description for the terminal.
         needs: keys of the checks without which its results mean nothing.
         sizes: how much it measures, given what the command was asked for.
@@ -396,6 +378,9 @@ MEASURING = {
     ),
     "decode-8b": Measuring(decode, "qwen3-8b", "decode and prefill of Qwen3-8B's shape"),
     "decode-4b": Measuring(decode, "qwen3-4b", "the same of Qwen3-4B's"),
+    "decode-moe": Measuring(
+        decode, "qwen3-moe-13b", "the same of a mixture, 20 layers of Qwen3-30B-A3B's shape"
+    ),
     "options": Measuring(
         lambda session: compare(session, OPTIONS),
         "qwen3-8b",

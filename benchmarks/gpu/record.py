@@ -31,8 +31,6 @@ class Part:
     """One part of a record.
 
     Attributes:
-        record: the record.
-        name: the part's name.
         about: where its results come from: the sources' commit and the packages' versions, its
             model and sizes.
     """
@@ -76,12 +74,10 @@ class Part:
         self.record.save()
 
     def leave_out(self, what: str, why: str) -> None:
-        """Record what is not measured."""
         self.data["left_out"].append(f"{what}: {why}")
         self.record.save()
 
     def end(self, state: str) -> None:
-        """Record how the part ended."""
         self.data["state"] = state
         self.record.save()
 

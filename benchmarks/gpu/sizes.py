@@ -26,7 +26,6 @@ class Sizes:
         budgets: the token budgets of a step there; None for the engine's default.
         profiled: the batches whose decode steps are profiled, and how many steps.
         block: tokens per block of the KV cache.
-        turns: the number of turns that count.
     """
 
     batches: tuple[int, ...]

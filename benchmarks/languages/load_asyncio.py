@@ -19,7 +19,6 @@ async def count(handle: headrace.AsyncRequestHandle) -> int:
 
 
 async def turn(client: headrace.AsyncClient, sessions: int, requests: int, tokens: int) -> int:
-    """Run one turn; returns how many tokens it got."""
     async with AsyncExitStack() as stack:
         opened = [await stack.enter_async_context(client.session()) for _ in range(sessions)]
         handles = [
@@ -31,7 +30,6 @@ async def turn(client: headrace.AsyncClient, sessions: int, requests: int, token
 
 
 async def main() -> None:
-    """Run the program."""
     sessions, requests, tokens = map(int, sys.argv[2:])
     async with headrace.AsyncClient(sys.argv[1]) as client:
         while await asyncio.to_thread(sys.stdin.readline):

@@ -12,7 +12,6 @@ import headrace
 
 
 def turn(client: headrace.Client, sessions: int, requests: int, tokens: int) -> int:
-    """Run one turn; returns how many tokens it got."""
     with ExitStack() as stack:
         opened = [stack.enter_context(client.session()) for _ in range(sessions)]
         handles = [
@@ -24,7 +23,6 @@ def turn(client: headrace.Client, sessions: int, requests: int, tokens: int) -> 
 
 
 def main() -> None:
-    """Run the program."""
     sessions, requests, tokens = map(int, sys.argv[2:])
     with headrace.Client(sys.argv[1]) as client:
         for _ in sys.stdin:

@@ -22,7 +22,6 @@ class Row:
 
     Attributes:
         name: the name of its row in `scripts.client_languages`, which lists its requirements.
-        title: its title in the table.
         command: what starts its load program, in the repository's root.
         build: commands that build it, each with the folder in which it runs.
         aim: the target share of the fastest language's throughput.

@@ -1,7 +1,19 @@
-"""Runs servers and load programs as processes, each on one core, measures their turns, and writes
-the tables in docs/clients.md.
+"""How fast the client libraries are, language by language.
 
-CPU time is that of a process with all its threads. Memory is the process's high-water mark.
+    python -m benchmarks languages [--language go …] [--case one …]
+
+A server with a scripted engine has one core, and a language's load program has the other
+(`taskset`). The programs of all languages take turns, so that interference affects all of them
+alike. A language is a row in `rows`, and a load program next to its driver:
+
+    PROGRAM TARGET SESSIONS REQUESTS TOKENS
+
+It connects a client. For each line on stdin it runs a turn. It opens SESSIONS sessions and submits
+REQUESTS requests on each ("Once upon a time", temperature 0, TOKENS tokens, ignoring
+end-of-sequence). It reads each request's chunks as its users would, closes the sessions, and prints
+{"tokens": how many token ids the chunks had} as a line. At the end of stdin it exits. Time, CPU
+time, of all threads, and the high-water mark of memory are measured from outside, in the same way
+for all.
 """
 
 from __future__ import annotations
@@ -19,7 +31,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import benchmarks.languages
 from benchmarks.languages.rows import ROWS, Row
 from benchmarks.markdown import columns, cpus, link
 from benchmarks.measures import compared, figure, medians
@@ -39,11 +50,9 @@ class Case:
 
     Attributes:
         name: its name on the command line and in the record.
-        meaning: a description in words.
         sessions, requests, tokens: the size of a turn; requests are per session.
         per_second: the scripted engine's steps per second; 0 for no pause.
         demo: whether the server is the real one with the demo model.
-        turns: the number of turns that count.
     """
 
     name: str
@@ -57,7 +66,6 @@ class Case:
 
     @property
     def all_tokens(self) -> int:
-        """How many tokens a turn has."""
         return self.sessions * self.requests * self.tokens
 
 
@@ -70,16 +78,10 @@ CASES = (
 
 
 def measure_case(case: Case, rows: Sequence[Row], turns: int | None = None) -> dict[str, Any]:
-    """Run a case with all languages in turns, and return its part of the record.
+    """Run a case with all languages in turns, and return its part of the record. turns: how many
+    count; None for the case's own number. One more runs first and does not count.
 
-    Args:
-        case: the case.
-        rows: the languages.
-        turns: the number of turns that count; None for the case's own number. One more runs first
-            and does not count.
-
-    Raises:
-        SystemFailure: a process failed, or lost or made up tokens.
+    Raises SystemFailure if a process failed, or lost or made up tokens.
     """
     sizes = tuple(map(str, (case.sessions, case.requests, case.tokens)))
     with ExitStack() as stack:
@@ -143,7 +145,6 @@ def _pinned(core: int) -> tuple[str, ...]:
 
 
 def _server(case: Case) -> AbstractContextManager[Process]:
-    """Run a server on its core."""
     prefix = _pinned(_SERVER_CORE)
     if case.demo:
         return serve("--in-process", on_socket=True, prefix=prefix)
@@ -152,7 +153,6 @@ def _server(case: Case) -> AbstractContextManager[Process]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Build the load programs and run the cases."""
     if shutil.which("taskset") is None or len(os.sched_getaffinity(0)) < 2:
         raise SystemFailure("needs taskset and two CPUs: the server has one, the client the other")
     rows = []
@@ -175,7 +175,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """Return the block's text."""
     cases = {case["name"]: case for case in record["cases"]}
     parts = [
         f"{record['date'][:10]}, commit {record['commit']}, {cpus(record)}, load average "
@@ -227,7 +226,6 @@ _LANGUAGES = [row.name for row in ROWS]
 _CASES = [case.name for case in CASES]
 MEASUREMENT = Measurement(
     name="languages",
-    about=benchmarks.languages.__doc__ or "",
     measure=measure,
     render=render,
     options=(
@@ -235,5 +233,4 @@ MEASUREMENT = Measurement(
         option("case", _CASES, nargs="+", choices=_CASES),
         option("turns", None, "that count, of each case", type=int),
     ),
-    is_kept=False,
 )

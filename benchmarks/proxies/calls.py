@@ -24,10 +24,8 @@ class Situation:
     """What happens to the requests of a call.
 
     Attributes:
-        name: the name in records.
         wait_s: the time until a request's first token.
         every_s: the time between two tokens.
-        tokens: the tokens of each request.
         size: the size of a single request's prompt, in bytes; 0 for a small one.
         many: how many requests a session or batch has.
         each: the size of one of them, in bytes; 0 for a small one.
@@ -51,8 +49,6 @@ class Order:
     """One call in one situation, and what it has delivered so far.
 
     Attributes:
-        key: its unique name.
-        situation: the situation.
         texts: the text of each of its requests, by key.
         request_id: the id of a request that was added to run by itself; empty if there is none.
     """
@@ -76,7 +72,6 @@ class Order:
         return {key: self._prompt(key, self.situation.each) for key in self.keys}
 
     def take(self, key: str, text: str) -> None:
-        """Add text of a request."""
         self.texts[key] = self.texts.get(key, "") + text
 
     def whole(self) -> int:
@@ -176,7 +171,6 @@ class Way:
     """What is between a client and a server.
 
     Attributes:
-        name: the name in records.
         port: where it listens on 127.0.0.1.
         server: the server's own address.
     """
@@ -192,10 +186,7 @@ class Tried:
 
     Attributes:
         way: the name of what was between client and server.
-        situation: the situation's name.
-        call: the call.
         whole: whether all of it arrived.
-        seconds: the time until its end.
         requests, of_requests: how many requests are whole, and out of how many.
         tokens, of_tokens: how many tokens of a single request were delivered, and out of how many.
         tries: how often the request was begun at the server; if there are several, the first one.
@@ -218,7 +209,6 @@ class Tried:
 
 
 async def tried(way: Way, situation: Situation, call: str) -> Tried:
-    """Try a call."""
     order = Order(f"{way.name}/{situation.name}/{call}".replace(" ", "-"), situation)
     error, began = "", time.monotonic()
     limit = LIMIT_S + situation.idle_s

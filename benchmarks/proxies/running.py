@@ -28,8 +28,6 @@ class Program:
 
     Attributes:
         name: the name of its command and of its configuration file.
-        title: its name in texts.
-        install: how to install it.
         ask: the option that prints its version.
         command: returns the arguments of its command, given the folder and the configuration. They
             keep it in the foreground, with errors on its standard error.
@@ -50,7 +48,6 @@ class Program:
 
     @property
     def missing(self) -> str:
-        """The message if it is not installed."""
         return f"there is no {self.title} here ({self.install})"
 
     @property
@@ -64,7 +61,6 @@ class Program:
         return next((Path(__file__).parent / "defaults").glob(f"{self.name}.*"))
 
     def version(self) -> str:
-        """Return its version."""
         assert self.path is not None
         said = subprocess.run([self.path, self.ask], capture_output=True, text=True, check=True)
         [version, *_] = _VERSION.findall(said.stdout + said.stderr)
@@ -107,17 +103,13 @@ def proxy(
     config: Path | None = None,
     changes: Mapping[str, str] | None = None,
 ) -> AbstractContextManager[Process]:
-    """Start a proxy in front of a server on a port of 127.0.0.1, and wait until it listens.
+    """Start a proxy, which is installed, in front of a server's port, and wait until it listens on
+    one of 127.0.0.1.
 
-    Args:
-        program: the proxy program, which is installed.
-        folder: an exclusive folder for its configuration and its log.
-        upstream: the server's port.
-        config: its configuration; None for the one in deploy/.
-        changes: replacements for texts in the configuration.
+    folder: its own, for its configuration and its log. config: None for the one in deploy/.
+    changes: replacements for texts in it.
 
-    Raises:
-        SystemFailure: it ended, or did not listen in time; the message has its output.
+    Raises SystemFailure with its output if it ended, or did not listen in time.
     """
     assert program.path is not None
     port = free_port()

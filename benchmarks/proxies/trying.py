@@ -1,4 +1,15 @@
-"""Tries the calls in all ways, and writes the tables in docs/proxies.md."""
+"""What proxies between a client and a server do to its calls: nginx, HAProxy and Envoy at their
+defaults, and with the configurations of `deploy/`.
+
+    python -m benchmarks proxies            # under five minutes; needs nginx, haproxy and envoy
+    python -m benchmarks proxies --long     # about six: with what Envoy cuts after five minutes
+
+The proxies are the real programs on loopback, each in front of the same server. This is the real
+service, as a process, around an engine that computes nothing and stays silent for as long as a
+prompt says (`benchmarks.scripted_engine`). Each call is tried in each situation (`calls`), through
+each proxy and directly. All run concurrently, so that waiting for the proxies' timeouts takes no
+longer than the longest of them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +24,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import benchmarks.proxies
 from benchmarks.markdown import cpus, link, table
 from benchmarks.processes import SystemFailure
 from benchmarks.proxies.calls import CALLS, LONG, SITUATIONS, Situation, Tried, Way, tried
@@ -41,10 +51,8 @@ _HEADINGS = {
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Try all calls.
-
-    Raises:
-        SystemFailure: a program is not installed, or a result is not as expected.
+    """Try all calls. Raises SystemFailure if a program is not installed, or a result is not as
+    expected.
     """
     programs = [one for one in PROGRAMS if one.name in options.proxy]
     if absent := [one.missing for one in programs if one.path is None]:
@@ -87,13 +95,8 @@ def server(pings_s: float) -> AbstractContextManager[Process]:
 def way(
     name: str, server: Process, config: Path, changes: Mapping[str, str] | None = None
 ) -> Iterator[Way]:
-    """Run a proxy in front of a server.
-
-    Args:
-        name: the way's name, which begins with the program's.
-        server: the server.
-        config: the proxy's configuration.
-        changes: see `proxy`.
+    """Run a proxy in front of a server. name: the way's, which begins with the program's. changes:
+    see `proxy`.
     """
     [program] = [one for one in PROGRAMS if one.name == name.partition(",")[0]]
     with (
@@ -138,7 +141,6 @@ def _say(row: Tried) -> None:
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """Return the block's text."""
     versions = record["versions"]
     programs = [one for one in PROGRAMS if one.name in versions]
     told = ", ".join(f"{one.title} {versions[one.name]}" for one in programs)
@@ -199,12 +201,10 @@ def _cell(row: Mapping[str, Any]) -> str:
 
 MEASUREMENT = Measurement(
     name="proxies",
-    about=benchmarks.proxies.__doc__ or "",
     measure=measure,
     render=render,
     options=(
         option("proxy", _NAMES, "only these", nargs="+", choices=_NAMES),
         option("long", False, "also what takes longer: six minutes"),
     ),
-    is_kept=False,
 )

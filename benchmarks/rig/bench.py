@@ -38,7 +38,6 @@ WARMUP = Lengths(prompt=1024, output=8)
 
 
 def say(line: str) -> None:
-    """Tell the user a line."""
     print(line, flush=True)
 
 
@@ -55,7 +54,6 @@ class TimeLimit:
         self.least_s = least_s
 
     def left_s(self) -> float:
-        """Return the seconds that are left."""
         return self._deadline - time.monotonic()
 
     def is_over(self) -> bool:
@@ -74,8 +72,6 @@ class Case:
 
     Attributes:
         name: the name in what is said, and the seed of the prompts.
-        lengths: the requests.
-        meaning: a description.
         load: how they arrive.
         sampling: options of every request; None for greedy.
         is_repeated: whether the prompts are the same in every turn, so that a prefix cache has
@@ -110,7 +106,6 @@ class Found:
     """What came of a case so far.
 
     Attributes:
-        case: the case.
         turns: the results of the turns that count, by system.
         machine: the machine's rates and its load before turns.
         last: each system's last turn.
@@ -137,9 +132,7 @@ class Bench:
         machine: the process that measures the machine's rates (`machine_process`).
         logs: the folder for the systems' output.
         about: what each of them is told when it loads the model, besides its own options.
-        vocab_size: the model's.
         time: how long may be measured.
-        say: tells the user a line.
         load_s, turn_s: the longest that loading and a turn may take; None: what is left of the
             time.
         environment: variables of every process.
@@ -189,11 +182,9 @@ class Bench:
         return system
 
     def drop(self, name: str) -> None:
-        """End a system."""
         self.running.pop(name).end(PATIENCE_S if self.time.is_over() else END_S)
 
     def close(self) -> None:
-        """End all systems."""
         for name in list(self.running):
             self.drop(name)
 
@@ -316,11 +307,8 @@ def machine_process(
 
 
 def limits_of(cases: Sequence[Case], room: float = 1.0) -> dict[str, int]:
-    """Return what a system must have room for.
-
-    Args:
-        cases: what it is asked.
-        room: the tokens that its cache has, in those that it needs at most.
+    """Return what a system must have room for. room: the tokens that its cache has, in those that
+    the cases need at most.
     """
     needs = [
         sum(sorted((one.total for one in case.lengths), reverse=True)[: case.most_at_once])

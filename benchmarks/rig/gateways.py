@@ -15,15 +15,16 @@ from benchmarks.processes import free_port
 from benchmarks.rig.serving import BIN, WAIT_S, Process, process
 
 
-def stream_chat(port: int, body: Mapping[str, Any]) -> Generator[bytes, None, None]:
+def stream_chat(
+    port: int, body: Mapping[str, Any], token: str = ""
+) -> Generator[bytes, None, None]:
     """Run a chat at a door on this machine, on a connection of its own. Yields the answer's lines.
-
-    Raises:
-        RuntimeError: it was refused.
+    Raises RuntimeError if it was refused.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     with contextlib.closing(connection):
         headers = {"content-type": "application/json"}
+        headers |= {"authorization": f"Bearer {token}"} if token else {}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         answer = connection.getresponse()
         if answer.status != 200:
@@ -38,13 +39,8 @@ def door(
     environment: Mapping[str, str] | None = None,
     ending: signal.Signals = signal.SIGTERM,
 ) -> AbstractContextManager[Process]:
-    """Run `headrace openai` in front of a server during the block.
-
-    Args:
-        target: the server.
-        log: the file for its output.
-        flags: more of its flags.
-        environment, ending: as of `process`.
+    """Run `headrace openai` in front of a server during the block. log: the file for its output.
+    environment, ending: as of `process`.
     """
     address = f"127.0.0.1:{free_port()}"
     words = [str(BIN / "headrace"), "--target", target, "openai", "--listen", address, *flags]
@@ -61,14 +57,9 @@ def door(
 def smg(
     targets: Sequence[str], model: str, log: Path, *flags: str, command: Path = BIN / "smg"
 ) -> AbstractContextManager[Process]:
-    """Run smg during the block, from when a chat has come to its end. Its address has the port.
-
-    Args:
-        targets: the servers behind it.
-        model: the servers' name of their model.
-        log: the file for its output.
-        flags: more of its flags.
-        command: its path.
+    """Run smg in front of servers during the block, from when a chat has come to its end. Its
+    address has the port. model: the servers' name of their model. log: the file for its output.
+    command: its path.
     """
     port = free_port()
     words = [str(command), "launch", "--host", "127.0.0.1", "--port", str(port)]

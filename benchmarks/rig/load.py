@@ -65,7 +65,6 @@ class Chats:
 
     Attributes:
         text: returns the message of number 0, 1, …
-        tokens: the tokens of each answer.
         temperature: 0 for greedy answers.
     """
 
@@ -90,7 +89,6 @@ class Calls:
         self._streamed = streamed
 
     def submit(self, spec: GenerationSpec) -> _Call:
-        """Begin a request."""
         return _Call(self._client, spec, self._streamed)
 
     async def close(self, *, cancel: bool = False) -> None:
@@ -126,10 +124,8 @@ class _Call:
 async def send(
     sessions: Sequence[Calls | AsyncSession], prompts: Prompts, requests: int, at_once: int
 ) -> Tally:
-    """Send this many requests, as many at once, and return what was measured.
-
-    Raises:
-        RuntimeError: a request was refused or failed.
+    """Send this many requests, as many at once, and return what was measured. Raises RuntimeError
+    if one was refused or failed.
     """
     tally = Tally()
     await _run(sessions, prompts, at_once, tally, requests).run()

@@ -1,8 +1,14 @@
-"""A measurement as a command: its options, what it measures, its table, and its record."""
+"""A measurement as a command: its options, what it measures, its table, and its record.
+
+    python -m benchmarks NAME …
+
+runs the `MEASUREMENT` of the module of this name.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -10,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from benchmarks.adapters.loop import versions
@@ -21,6 +28,8 @@ from benchmarks.records import Record, commit, machine_record, now
 RESULTS = ROOT / "benchmarks" / "results"
 _PACKAGES = ("headrace-server", "grpcio", "protobuf", "torch", "transformers")
 _NOT_TOLD = ("command", "list", "output", "cache", "quick", "resume")
+MODULES = {"gpu": "gpu.command", "languages": "languages.turns", "proxies": "proxies.trying"}
+"""Where measurements of several files are."""
 System = TypeVar("System")
 Turns = dict[str, list[Mapping[str, float]]]
 """The figures of each system's turns."""
@@ -43,15 +52,6 @@ def option(name: str, default: Any, text: str = "", **more: Any) -> Option:
     return Option(name, {"default": default, "help": text, **more})
 
 
-def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
-    """Add options to a command. One that takes any number of words, and by default none, is named
-    without dashes.
-    """
-    for one in options:
-        dashes = "" if one.more.get("nargs") == "*" and not one.more["default"] else "--"
-        parser.add_argument(dashes + one.name.replace("_", "-"), **one.more)
-
-
 MODEL = option("model", str(DEMO), "a model's directory")
 NAMED_MODEL = option("model", "demo", f"demo, {', '.join(SHAPES)}, or a directory")
 DTYPE = option("dtype", "float32", choices=["float32", "bfloat16"])
@@ -64,48 +64,45 @@ class Measurement:
     """What is measured, and how it is told.
 
     Attributes:
-        name: the kind of its record.
-        file: the name of the record's file in benchmarks/results; empty: the kind's.
-        about: a description, whose first line the help has.
-        measure: measures; it is given the options, and the record to put results in.
+        measure: measures; it is given the options, and the record to put results in. Its module's
+            text describes it, and the help has the first line.
+        name: the kind of its record, and the name of its file; empty: its module's.
         table: returns a record as Markdown.
         render: the same for a document, given the name of the record's file. If there is neither,
             what is put in the record is printed instead.
         options: its options. One of the name "output" replaces the usual one.
         quick: the values of options with --quick, for a look; empty: there is no such option.
         packages: whose versions the record has, besides the usual ones.
-        is_kept: whether the record is written to its own file if --output names none.
         resumes: the options, and "commit", that must be the same for --resume to go on with a
             record; empty: there is no such option.
     """
 
-    name: str
-    about: str
     measure: Callable[[argparse.Namespace, Record], None]
-    file: str = ""
+    name: str = ""
     table: Callable[[Mapping[str, Any]], str] | None = None
     render: Callable[[Mapping[str, Any], str], str] | None = None
     options: Sequence[Option] = ()
     quick: Mapping[str, Any] = field(default_factory=dict)
     packages: Sequence[str] = ()
-    is_kept: bool = True
     resumes: Sequence[str] = ()
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add its options to a command."""
-        add_options(parser, self.options)
+    def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse the options. words: None for those of this process.
+
+        One that takes any number of words, and by default none, is named without dashes.
+        """
+        about = self.measure.__globals__["__doc__"]  # type: ignore[attr-defined]
+        parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+        for one in self.options:
+            dashes = "" if one.more.get("nargs") == "*" and not one.more["default"] else "--"
+            parser.add_argument(dashes + one.name.replace("_", "-"), **one.more)
         if not any(one.name == "output" for one in self.options):
-            default = RESULTS / self._file if self.is_kept else None
+            default = RESULTS / f"{self.kind}.json"
             parser.add_argument("--output", type=Path, default=default, help="the record's file")
         if self.quick:
             parser.add_argument("--quick", action="store_true", help="a little of it, for a look")
         if self.resumes:
             parser.add_argument("--resume", action="store_true", help="go on with the record")
-
-    def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse the options. words: None for those of this process."""
-        parser = argparse.ArgumentParser(description=self.about.splitlines()[0])
-        self.add_options(parser)
         found = parser.parse_args(words)
         for name, value in self.quick.items() if self.quick and found.quick else ():
             setattr(found, name, value)
@@ -117,10 +114,7 @@ class Measurement:
         """
         if words is None:  # else the signals are the caller's
             end_by_signals()
-        return self.carry_out(self.parse(words))
-
-    def carry_out(self, options: argparse.Namespace) -> Mapping[str, Any]:
-        """Measure. Returns the record's content. Ends the process if a system fails."""
+        options = self.parse(words)
         began = time.monotonic()
         about = {
             "date": now(),
@@ -134,16 +128,16 @@ class Measurement:
         }
         is_told = self.table is None and self.render is None
         try:
-            record = Record(options.output, self.name, about, is_told=is_told)
+            record = Record(options.output, self.kind, about, is_told=is_told)
             if self.resumes and options.resume and not record.resume(self.resumes):
                 sys.exit(f"{record.path} is of another commit, or of other options")
             self.measure(options, record)
         except SystemFailure as failure:
-            sys.exit(f"{self.name}: {failure}")
+            sys.exit(f"{self.kind}: {failure}")
         if self.table is not None:
             print(f"\n{self.table(record.data)}\n")
         if self.render is not None:
-            name = self._file if record.path is None else record.path.name
+            name = f"{self.kind}.json" if record.path is None else record.path.name
             print(f"\n{self.render(record.data, name)}\n")
         record.save()
         if record.path is not None:
@@ -151,8 +145,13 @@ class Measurement:
         return record.data
 
     @property
-    def _file(self) -> str:
-        return self.file or f"{self.name}.json"
+    def kind(self) -> str:
+        return self.name or self.measure.__module__.rpartition(".")[2]
+
+
+def module_of(name: str) -> ModuleType:
+    """Import the module of a measurement: its command, and the `render` of its records."""
+    return importlib.import_module(f"benchmarks.{MODULES.get(name, name)}")
 
 
 def in_turns(systems: Sequence[System], count: int) -> Iterator[tuple[int, System]]:
@@ -175,13 +174,8 @@ def paired(
     run: Callable[[str], Mapping[str, float]],
     save: Callable[[Turns], None] = lambda turns: None,
 ) -> Turns:
-    """Let systems take turns (`in_turns`), and print each turn's figures. Returns those that count.
-
-    Args:
-        names: the systems.
-        count: how many turns of each count.
-        run: runs a turn of a system and returns its figures.
-        save: is given what there is so far, after each turn that counts.
+    """Let systems take turns (`in_turns`), so many of each, and print each turn's figures. Returns
+    those that count. save: is given what there is so far, after each turn that counts.
     """
     turns: Turns = {name: [] for name in names}
     for number, name in in_turns(names, count):

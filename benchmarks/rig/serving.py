@@ -40,7 +40,6 @@ class Process:
     """A process that has started.
 
     Attributes:
-        popen: the process.
         log: the file of its output.
         start_s: the seconds until it was ready.
         address: where it listens; empty if it has no single address.
@@ -53,21 +52,17 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self.popen.pid
 
     @property
     def port(self) -> int:
-        """The port of its address."""
         return int(self.address.rpartition(":")[2])
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is running."""
         return self.popen.poll() is None
 
     def said(self) -> str:
-        """Return its output so far."""
         return self.log.read_text(errors="replace")
 
     def check(self) -> None:
@@ -192,12 +187,8 @@ def flags_of(options: argparse.Namespace, *more: str) -> tuple[str, ...]:
 def scripted(
     script: str, *options: object, on_socket: bool = True, prefix: Sequence[str] = ()
 ) -> AbstractContextManager[Process]:
-    """Run a server whose engine computes nothing (`benchmarks.scripted_engine`) during the block.
-
-    Args:
-        script: what its engine does.
-        options: the script's options.
-        on_socket, prefix: as in `serve`.
+    """Run a server during the block whose engine computes nothing: see `benchmarks.scripted_engine`
+    for its scripts and their options. on_socket, prefix: as in `serve`.
     """
     command = (*prefix, sys.executable, "-m", "benchmarks.scripted_engine", script)
     return _listening((*command, *map(str, options)), on_socket=on_socket)

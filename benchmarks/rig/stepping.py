@@ -27,8 +27,6 @@ class SteppedEngine:
     """A core and its model. Implements `adapters.loop.StepEngine`.
 
     Attributes:
-        core: the core.
-        model: the loaded model.
         turn: the number of the turn, which is in the requests' names: 1, 2, …
     """
 

@@ -125,7 +125,7 @@ def _compare_layer(
     one = layer.description
     turned = None
     if isinstance(one.mixer, described.Attention):
-        _compare_options(check, one.index, one.mixer, record)
+        _compare_options(check, one.index, layer.params, one.mixer.head_dim, record)
         turned = None if one.mixer.rotary is None else tables[one.mixer.rotary]
     magnitudes = MAGNITUDES[record.x.dtype]
     tokens = len(record.x) // len(magnitudes)
@@ -162,17 +162,21 @@ def _compare_layer(
 
 
 def _compare_options(
-    check: _Check, layer: int, one: described.Attention, record: LayerRecord
+    check: _Check, layer: int, params: AttentionParams, head_dim: int, record: LayerRecord
 ) -> None:
     scaling, softcap, sinks = (record.options.get(key) for key in ("scaling", "softcap", "s_aux"))
-    given = (one.head_dim**-0.5 if scaling is None else scaling, softcap, sinks)
-    ours = (one.scaling, one.softcap, None)
+    given = (head_dim**-0.5 if scaling is None else scaling, softcap, _numbers(sinks))
+    ours = (params.scaling, params.softcap, _numbers(params.sinks))
     if given != ours:
         raise check.error(
             f"layer {layer}, attention: scaling, softcap and sinks are {given} in the model, "
             f"and {ours} in ours",
             "attention",
         )
+
+
+def _numbers(sinks: torch.Tensor | None) -> list[float] | None:
+    return None if sinks is None else sinks.tolist()
 
 
 def _in_range(record: LayerRecord, magnitudes: int) -> list[bool]:
@@ -264,8 +268,7 @@ class _Prompts:
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Compute attention alone; see `engine.models.layer_parts.Attend`."""
         index, one = self._layer.description.index, self._layer.description.attention
-        made = torch.empty_like(query)
-        params = AttentionParams(one.scaling, one.softcap)
+        made, params = torch.empty_like(query), self._layer.params
         # [copies, kv heads, heads of a group, T, head_dim] and [copies, kv heads, 1, T, head_dim]
         shape = (self._copies, -1, one.kv_heads, one.heads // one.kv_heads, one.head_dim)
         q = query.float().view(shape).permute(0, 2, 3, 1, 4)

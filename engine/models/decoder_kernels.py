@@ -3,7 +3,7 @@ each operation of `engine.models.operations`:
 
     add_norm  one program per token
     turn      one program per (token, some heads of queries, keys or values)
-    gate      one program per (token, some elements)
+    gate      one program per (token, some elements), also in the form that gpt-oss has
 
 and one for products in steps with a single token:
 
@@ -383,6 +383,40 @@ def gate_kernel(
         up = tl.load(source + WIDTH + place, mask=inside, other=0.0).to(tl.float32)
         x = x.to(T).to(tl.float32) * up
     tl.store(output + token * WIDTH + place, x.to(T), mask=inside)
+
+
+@triton.jit
+def clamped_gate_kernel(
+    inner,
+    output,
+    factor,
+    limit,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Compute a `ClampedGate`. Grid: [T, blocks of BLOCK elements].
+
+    inner: [T, 2 · WIDTH], gate and up by turns.
+    """
+    follow(OVERLAPS)
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    both = 2 * first + tl.arange(0, 2 * BLOCK)
+    T: tl.constexpr = inner.dtype.element_ty
+    pairs = tl.load(inner + token * (2 * WIDTH) + both, mask=both < 2 * WIDTH, other=0.0)
+    gate, up = tl.split(tl.reshape(pairs.to(tl.float32), (BLOCK, 2)))
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, up)
+    up = tl.where(up < -limit, -limit, up)
+    scaled = (gate * factor).to(T).to(tl.float32)
+    # 1 / (1 + e^-z), where e^z may be infinite.
+    power = tl.exp(-tl.abs(scaled))
+    share = (tl.where(scaled < 0.0, power, 1.0) / (1.0 + power)).to(T).to(tl.float32)
+    made = (gate * share).to(T).to(tl.float32)
+    made *= (up + 1.0).to(T).to(tl.float32)
+    place = first + tl.arange(0, BLOCK)
+    tl.store(output + token * WIDTH + place, made.to(T), mask=place < WIDTH)
 
 
 @triton.jit

@@ -32,6 +32,16 @@ centered: a layer norm; the mean of x is subtracted first.
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """The activation of gpt-oss's experts: (up + 1) · gate · sigmoid(factor · gate). Gate and up
+    alternate, and are clamped first: both to at most `limit`, and up to at least its negative.
+    """
+
+    factor: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """A norm.
 
@@ -91,6 +101,8 @@ class Attention:
         rotary: the index in Decoder.rotaries, or None if nothing is rotated.
         scaling: multiplies scores.
         softcap: scores become softcap · tanh(score / softcap). None for no cap.
+        sinks: the name of the module's parameter [Hq] of logits that take part in the softmax
+            without values, or None if there is none.
         gated: whether the projection makes a gate after each head's query, by whose sigmoid the
             head's result is multiplied.
     """
@@ -107,6 +119,7 @@ class Attention:
     rotary: int | None
     scaling: float
     softcap: float | None
+    sinks: str | None
     gated: bool
 
 
@@ -213,7 +226,7 @@ class Routing:
     chosen: int
     normed: bool
     rounds: bool
-    activation: Activation
+    activation: Activation | ClampedGate
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from engine.attention.interface import AttentionParams
 from engine.attention.step_states import StepStates
 from engine.models import description as described
 from engine.models.operations import Tables
@@ -34,6 +35,15 @@ class LayerParts(Protocol):
     @property
     def description(self) -> described.Layer:
         """The description of the layer."""
+        ...
+
+    @property
+    def params(self) -> AttentionParams:
+        """The parameters of the layer's attention.
+
+        Raises:
+            TypeError: it does not attend.
+        """
         ...
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -73,6 +83,13 @@ class LayerParts(Protocol):
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the layer's experts; see Mix."""
         ...
+
+
+def run_experts(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Compute a mixture of experts by the model's own module: [T, K] → [T, K]."""
+    made = module(x.unsqueeze(0))
+    rows: torch.Tensor = (made[0] if isinstance(made, tuple) else made)[0]
+    return rows.contiguous()
 
 
 class UnboundError(Exception):

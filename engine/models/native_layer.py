@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from engine.attention.interface import AttentionParams
 from engine.attention.step_states import StepStates
 from engine.models import description as described
 from engine.models.formats.native import DTYPES, native_library
-from engine.models.layer_parts import split_projection
+from engine.models.layer_parts import run_experts, split_projection
 from engine.models.native_recurrence import bind_recurrence, gated_norm, recur
 from engine.models.native_tensors import Held
 from engine.models.operations import Tables
@@ -40,6 +41,11 @@ class BoundLayer:
     dtype: torch.dtype
     held: Held
     experts: torch.nn.Module | None
+
+    @property
+    def params(self) -> AttentionParams:
+        one = self.description.attention
+        return AttentionParams(one.scaling, one.softcap, self.held.sinks(one))
 
     @classmethod
     def of(
@@ -76,8 +82,7 @@ class BoundLayer:
         """Compute the layer's experts; see Mix."""
         if self.experts is None:
             raise TypeError(f"{self.description.module} has no experts")
-        made: torch.Tensor = self.experts(x.unsqueeze(0))
-        return made[0].contiguous()
+        return run_experts(self.experts, x)
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         heads = name in ("query_norm", "key_norm")

@@ -154,6 +154,13 @@ class Held:
         )
         spec.rotary = one.rotary or 0
         spec.scaling, spec.softcap = one.scaling, one.softcap or 0.0
+        spec.sinks = self.address(self.sinks(one))
+
+    def sinks(self, one: described.Attention) -> torch.Tensor | None:
+        """Return the sinks of attention, float32 [Hq], or None if it has none."""
+        if one.sinks is None:
+            return None
+        return self._model.get_parameter(f"{one.module}.{one.sinks}").detach().float()
 
     def _linear(self, held: Native, bias: torch.Tensor | None) -> LinearWeight:
         for tensor in (held.packed, *held.of_groups, held.order, bias):

@@ -24,6 +24,8 @@ from typing_extensions import override
 
 from engine.models import description as described
 
+Gate = described.Activation | described.ClampedGate
+"""What is applied to an MLP's first product. A ClampedGate always has a gate."""
 Tables = tuple[torch.Tensor, torch.Tensor]
 """The cosines and sines for a step's tokens, [T, dim / 2] each."""
 
@@ -159,13 +161,12 @@ class Operations(Protocol):
         """
         ...
 
-    def gate(
-        self, inner: torch.Tensor, activation: described.Activation, *, gated: bool
-    ) -> torch.Tensor:
+    def gate(self, inner: torch.Tensor, activation: Gate, *, gated: bool) -> torch.Tensor:
         """Apply the activation to the result of an MLP's first product.
 
         Args:
-            inner: [T, N], or if gated [T, 2 N], gate first, then up.
+            inner: [T, N], or if gated [T, 2 N], gate first, then up, unless the activation says
+                otherwise.
             activation: applied to the gate, or to all elements without one.
             gated: whether the activation is multiplied by `up`.
 
@@ -221,9 +222,9 @@ class TorchOperations(Operations):
         return query.contiguous()
 
     @override
-    def gate(
-        self, inner: torch.Tensor, activation: described.Activation, *, gated: bool
-    ) -> torch.Tensor:
+    def gate(self, inner: torch.Tensor, activation: Gate, *, gated: bool) -> torch.Tensor:
+        if isinstance(activation, described.ClampedGate):
+            return _clamped(inner, activation)
         if not gated:
             return _activated(inner, activation)
         gate, up = inner.chunk(2, -1)
@@ -287,6 +288,11 @@ def _rotated(x: torch.Tensor, heads: Heads, tables: Tables | None) -> torch.Tens
     if heads.paired:
         return torch.cat((torch.stack((first, second), -1).flatten(-2), rest), -1)
     return torch.cat((first, second, rest), -1)
+
+
+def _clamped(inner: torch.Tensor, one: described.ClampedGate) -> torch.Tensor:
+    gate, up = inner[..., ::2].clamp(max=one.limit), inner[..., 1::2].clamp(-one.limit, one.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * one.factor))
 
 
 def _activated(x: torch.Tensor, activation: described.Activation) -> torch.Tensor:

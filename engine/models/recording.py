@@ -171,7 +171,8 @@ class Recorder:
                     grown[norm.module] = partial(enlarge_last, name)
 
         def keep(path: str) -> Any:
-            def hook(_: Any, arguments: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor | None:
+            def hook(_: Any, arguments: tuple[Any, ...], made: Any) -> torch.Tensor | None:
+                made = made[0] if isinstance(made, tuple) else made  # experts, then scores
                 self._given[path], self._made[path] = self._rows(arguments[0]), self._rows(made)
                 return grown[path](made) if path in grown else None
 

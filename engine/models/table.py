@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from engine.models.description import (
     Activation,
     Attention,
+    ClampedGate,
     Decoder,
     DeltaNet,
     Experts,
@@ -84,10 +85,14 @@ class MixtureParts:
     Attributes:
         rounds: see Routing.
         normed: see Routing. None if the router says so in its norm_topk_prob.
+        router: the module that scores experts.
+        clamped: whether the activation is a ClampedGate.
     """
 
     rounds: bool
     normed: bool | None = None
+    router: str = "gate"
+    clamped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +232,10 @@ FAMILIES: dict[str, Family] = {
     "glm": Family(inner=_GATE_UP, paired=True),
     "glm4": _GLM4,
     "glm4v_text": _GLM4,
+    "gpt_oss": Family(
+        form="plain",
+        mixture=MixtureParts(rounds=True, normed=True, router="router", clamped=True),
+    ),
     "granite": Family(),
     "helium": Family(form="plain", paired=True),
     "hunyuan_v1_dense": Family(head_norms=("query_layernorm", "key_layernorm"), norms_last=True),
@@ -443,6 +452,7 @@ class _Reader:
             rotary=list(rotaries).index(kind) if rotaries and family.rotates(one) else None,
             scaling=float(one.scaling),
             softcap=one.attn_logit_softcapping if family.caps_scores else None,
+            sinks="sinks" if "sinks" in one._parameters else None,
             gated=family.gates_attention,
         )
 
@@ -460,14 +470,19 @@ class _Reader:
 
     def _routing(self, path: str, one: Any) -> Routing | None:
         parts = self.family.mixture
-        activation = None if parts is None else _ACTIVATIONS.get(self.config.hidden_act)
-        if parts is None or activation is None:
+        if parts is None:
             return None
+        activation: Activation | ClampedGate | None = _ACTIVATIONS.get(self.config.hidden_act)
+        if parts.clamped:
+            activation = ClampedGate(float(one.experts.alpha), float(one.experts.limit))
+        if activation is None:
+            return None
+        router = getattr(one, parts.router)
         return Routing(
-            router=f"{path}.gate",
+            router=f"{path}.{parts.router}",
             experts=f"{path}.experts",
-            chosen=one.gate.top_k,
-            normed=one.gate.norm_topk_prob if parts.normed is None else parts.normed,
+            chosen=router.top_k,
+            normed=router.norm_topk_prob if parts.normed is None else parts.normed,
             rounds=parts.rounds,
             activation=activation,
         )

@@ -30,7 +30,7 @@ from engine.models import description as described
 from engine.models.decoder_frame import DecoderFrame, DecoderOutput
 from engine.models.experts import why_no_form
 from engine.models.joined_tensors import join_tensors
-from engine.models.layer_parts import Kind, UnboundError
+from engine.models.layer_parts import Kind, UnboundError, run_experts
 from engine.models.operations import (
     BoundMixture,
     BoundNorm,
@@ -137,8 +137,7 @@ class TorchLayer:
             raise TypeError(f"{self.description.module} has no experts")
         if isinstance(self.mlp, BoundMixture):
             return self.operations.mix(x, self.mlp)
-        made: torch.Tensor = self.mlp(x.unsqueeze(0))
-        return made[0].contiguous()
+        return run_experts(self.mlp, x)
 
     @property
     def _width(self) -> int:
@@ -349,9 +348,14 @@ class _Binding:
                 paired=rotary is not None and rotary.paired,
                 rounds_products=rotary is not None and rotary.rounds_products,
             ),
-            params=AttentionParams(attention.scaling, attention.softcap),
+            params=AttentionParams(attention.scaling, attention.softcap, self._sinks(attention)),
             operations=self._operations,
         )
+
+    def _sinks(self, one: described.Attention) -> torch.Tensor | None:
+        if one.sinks is None:
+            return None
+        return self._model.get_parameter(f"{one.module}.{one.sinks}").detach()
 
     def norm(self, one: described.Norm) -> BoundNorm:
         """Return a norm with its tensors."""

@@ -33,6 +33,7 @@ from engine.models.decoder_kernels import (
     ROUNDED_FIRST,
     SILU,
     add_norm_kernel,
+    clamped_gate_kernel,
     gate_kernel,
     product_kernel,
     rotate_kernel,
@@ -40,6 +41,7 @@ from engine.models.decoder_kernels import (
 from engine.models.operations import (
     BoundMixture,
     BoundNorm,
+    Gate,
     Heads,
     KVPlaces,
     Operations,
@@ -252,11 +254,12 @@ class TritonOperations(Operations):
         return queries
 
     @override
-    def gate(
-        self, inner: torch.Tensor, activation: described.Activation, *, gated: bool
-    ) -> torch.Tensor:
+    def gate(self, inner: torch.Tensor, activation: Gate, *, gated: bool) -> torch.Tensor:
         width = inner.shape[-1] // (1 + gated)
         made = inner.new_empty((len(inner), width))
+        if isinstance(activation, described.ClampedGate):
+            _clamped_gate(inner, made, activation.factor, activation.limit)
+            return made
         _gate(inner, made, *gate_launch(width, activation, gated=gated).told())
         return made
 
@@ -306,6 +309,15 @@ def _rotate(*given: Any) -> None:
 @operation(f"gate(Tensor inner, Tensor(a!) made, {_LAUNCH}) -> ()", writes_nothing)
 def _gate(*given: Any) -> None:
     _launch(gate_kernel, *given)
+
+
+@operation(
+    "clamped_gate(Tensor inner, Tensor(a!) made, float factor, float limit) -> ()", writes_nothing
+)
+def _clamped_gate(inner: torch.Tensor, made: torch.Tensor, factor: float, limit: float) -> None:
+    width = made.shape[-1]
+    grid = (len(inner), -(-width // _GATE_BLOCK))
+    _run(clamped_gate_kernel, grid, (inner, made, factor, limit, width, _GATE_BLOCK), 4)
 
 
 @operation("product(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) made) -> ()", writes_nothing)

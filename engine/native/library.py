@@ -210,6 +210,7 @@ class LayerSpec(ctypes.Structure):
         inner: the first layers of the MLP: gate and up as one or two layers, or one layer without a
             gate.
         down: the last layer of the MLP. If it has no weight, the layer ends before the MLP.
+        sinks: for attention; see AttentionCall.
         heads: a HeadsCall without queries, keys, tokens, cosines and sines.
         recurrent: what takes the place of attention, if `mixer` says so.
         mixer: ATTENTION, SHORT_CONVOLUTION or DELTA_NET.
@@ -233,6 +234,7 @@ class LayerSpec(ctypes.Structure):
         ("output", LinearWeight),
         ("inner", LinearWeight * 2),
         ("down", LinearWeight),
+        ("sinks", _POINTER),
         ("heads", HeadsCall),
         ("recurrent", RecurrentSpec),
         *((name, _INT) for name in ("mixer", "attention_gated")),

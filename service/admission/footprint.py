@@ -3,7 +3,7 @@ engine's processes together.
 
 The estimate is computed from the request's fields when it is accepted, and is an upper limit, so an
 accepted request is never refused later. The coefficients were measured in CPython 3.11
-(`python -m benchmarks.waiting_memory` measures them again in the processes themselves). The
+(`python -m benchmarks waiting_memory` measures them again in the processes themselves). The
 estimate leaves out four bytes for each token in the KV cache, and unread results, which have a
 separate limit. It includes only the results that a choice may still produce before it is held.
 `service.convert.weight` estimates the size of a request's message before that.

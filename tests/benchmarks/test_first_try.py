@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.first_try import PARTS, Run, fresh_environment, parts, running, sizes
+from benchmarks.first_try import PARTS, Run, fresh_environment, parts, running, size
 from benchmarks.processes import SystemFailure
 from benchmarks.report import render
 
@@ -47,7 +47,7 @@ def test_the_parts_add_up_to_the_whole() -> None:
     }
     record = {
         "format": 1,
-        "kind": "first-try",
+        "kind": "first_try",
         "date": "2026-11-23",
         "commit": "abc",
         "machine": {"cpus": 2, "cpu": "a CPU", "memory_bytes": 2**34},
@@ -86,13 +86,13 @@ def test_a_run_that_ends_says_what_it_printed(tmp_path: Path) -> None:
         pass
 
 
-def test_sizes_are_of_files_and_not_of_links(tmp_path: Path) -> None:
+def test_a_size_is_of_files_and_not_of_links(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     (packages / "large" / "inner").mkdir(parents=True)
     (packages / "large" / "inner" / "file").write_bytes(b"x" * 2**21)
     (packages / "large" / "link").symlink_to(packages / "large" / "inner" / "file")
     (packages / "one.py").write_bytes(b"x" * 2**20)
-    assert sizes(tmp_path) == {"environment_mb": 3.0, "largest_mb": {"large": 2.0, "one.py": 1.0}}
+    assert size(tmp_path) == 3 << 20
 
 
 def test_a_newcomer_has_no_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ the end runs the real ones on a CPU.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -106,15 +105,13 @@ def _fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(folder: Path, *words: str) -> tuple[bool, dict[str, Any], list[str]]:
     """Whether it failed, the record, what it said."""
-    parser, said, has_failed = argparse.ArgumentParser(), io.StringIO(), False
-    command.MEASUREMENT.add_options(parser)
-    options = parser.parse_args(
-        ["--device", "cpu", "--output", str(folder), "--cache", str(folder / "cache"),
-         "--commit", "abc1234", *words]
-    )  # fmt: skip
+    said, has_failed = io.StringIO(), False
     with contextlib.redirect_stdout(said):
         try:
-            command.MEASUREMENT.carry_out(options)
+            command.MEASUREMENT.run(
+                ["--device", "cpu", "--output", str(folder), "--cache", str(folder / "cache"),
+                 "--commit", "abc1234", *words]
+            )  # fmt: skip
         except SystemExit:
             has_failed = True
     record = read_record(folder / "gpu-command-on-a-cpu.json")
@@ -427,7 +424,8 @@ class Missing:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Missing())
-import benchmarks.__main__, benchmarks.adapters.headrace_engine, tests.gpu.checks
+import benchmarks.__main__, benchmarks.gpu.command
+import benchmarks.adapters.headrace_engine, tests.gpu.checks
 """
 
 

@@ -63,11 +63,9 @@ def measurement(*rows: str, quick: int = 1) -> Measurement:
 
     return Measurement(
         name="it",
-        about="It.",
         measure=measure,
         options=(option("count", 3, "so many"), option("names", ["a"], nargs="+")),
         quick={"count": quick},
-        is_kept=False,
         resumes=("count",),
     )
 
@@ -82,7 +80,7 @@ def measurement(*rows: str, quick: int = 1) -> Measurement:
 )
 def test_options(words: Sequence[str], count: int, names: list[str]) -> None:
     found = measurement().parse(words)
-    assert (found.count, found.names, found.output) == (count, names, None)
+    assert (found.count, found.names, found.output.name) == (count, names, "it.json")
 
 
 def test_a_record_goes_on_if_it_is_of_the_same(tmp_path: Path) -> None:

@@ -30,14 +30,8 @@ def witnessed(
     program: Sequence[str] | None = None,
     tokens: int = 500,
 ) -> Iterator[tuple[Server, Witness]]:
-    """Yield a ready server and its witness.
-
-    Args:
-        more: further options of the server.
-        model: the model's directory.
-        tls: whether the server uses TLS on a TCP address.
-        program: the program to run instead of `headrace-server`.
-        tokens: the number of tokens of each of the witness's requests.
+    """Yield a ready server and its witness. `more`, `model`, `tls`, `program`: as of a Server;
+    `tokens`: of each of the witness's requests.
     """
     with (
         TemporaryDirectory(prefix="headrace-") as name,
@@ -46,7 +40,7 @@ def witnessed(
             server.target,
             server.pids,
             health_target=server.health_target,
-            token_file=server.token_file(WITNESS),
+            token=server.token(WITNESS),
             tokens=tokens,
         ) as witness,
     ):
@@ -95,12 +89,10 @@ class Beside:
 
     @property
     def gap(self) -> str:
-        """The worst gap between the witness's tokens, for a row."""
         return f"gap {told_ms(self.seen.gaps, self.calm.gaps)}"
 
     @property
     def health(self) -> str:
-        """The longest wait for health's answer, for a row."""
         return f"health {told_ms(self.seen.health, self.calm.health)}"
 
 
@@ -133,7 +125,6 @@ def too_long(calm: Report, seen: Report) -> list[tuple[str, Waits, float]]:
 
 
 def told_ms(seen: Waits, calm: Waits) -> str:
-    """Format the worst wait beside the one of a calm server."""
     return f"{seen.worst_s * 1e3:.0f} ms (calm {calm.worst_s * 1e3:.0f})"
 
 

@@ -32,13 +32,11 @@ class Plan:
     """How to run parts.
 
     Attributes:
-        seed: the seed of all random choices.
         is_cut: whether to run only CI's cut.
         again: whether to repeat rows that are already recorded.
         minutes: the time after which no further part starts.
         seconds: the duration of each item with an adjustable duration; None for the part's default.
         only: run only rows whose names contain this; empty for all.
-        path: the file of the records.
     """
 
     seed: int
@@ -60,16 +58,13 @@ class Campaign:
 
     @property
     def has_time(self) -> bool:
-        """Whether another part may start."""
         return time.monotonic() - self._began < 60 * self._plan.minutes
 
     def run(self, part: Part) -> dict[str, str]:
         """Run a part. Returns the broken promises: what was found first, by "part/row".
 
-        Raises:
-            SystemFailure: a server did not start, an attacker failed by itself, or the file of the
-                records has another format.
-            WitnessError: a server cannot be witnessed.
+        Raises SystemFailure if a server did not start or the records have another format,
+        WitnessError if a server cannot be witnessed.
         """
         plan = self._plan
         record = Record(plan.path)

@@ -70,14 +70,8 @@ REMARKS = {
 
 
 def update(path: Path, *, check: bool) -> bool:
-    """Write the document from the records. Returns whether it was already up to date.
-
-    Args:
-        path: the file of the records.
-        check: only check, without writing.
-
-    Raises:
-        SystemFailure: the file has another format.
+    """Write the document from the file of the records, unless it is only checked. Returns whether
+    it was already up to date. Raises SystemFailure if the file has another format.
     """
     text = render(PROMISES.read_text(), list(PARTS.values()), Record(path).parts)
     old = DOCUMENT.read_text() if DOCUMENT.exists() else ""
@@ -119,8 +113,8 @@ def _part(part: Part, runs: Sequence[Run]) -> str:
     run, *others = runs
     remark = REMARKS.get((part.name, run["commit"]), "")
     lines += [f"{_heading(part, run)} {remark}".rstrip(), ""]
-    lines += ["| | what was tried | promises | how often | worst | |", "|---|---|---|---|---|---|"]
-    lines += [_row(name, row) for name, row in run["rows"].items()]
+    rows = (_row(name, row) for name, row in run["rows"].items())
+    lines += table(["", "what was tried", "promises", "how often", "worst", ""], rows)
     wrong = [(name, row["wrong"]) for name, row in run["rows"].items() if row["wrong"]]
     if wrong:
         lines += ["", "Not as promised:", ""]
@@ -148,13 +142,13 @@ def _heading(part: Part, run: Run) -> str:
     return words
 
 
-def _row(name: str, row: Mapping[str, Any]) -> str:
+def _row(name: str, row: Mapping[str, Any]) -> list[str]:
     verdict = "**not held**" if is_wrong(row) else "held"
     if row["not_judged"]:
         verdict = f"not judged: {row['not_judged']}"
     promises = ", ".join(map(str, row["promises"]))
     cells = [name, row["what"], promises, f"{row['count']:,}", row["worst"], verdict]
-    return f"| {' | '.join(map(_cell, cells))} |"
+    return list(map(_cell, cells))
 
 
 def _cell(text: str) -> str:
@@ -162,7 +156,6 @@ def _cell(text: str) -> str:
 
 
 def _again(run: Run, other: Run) -> str:
-    """Return a sentence that compares a run with another."""
     ours, theirs = run["rows"], other["rows"]
     both = [name for name in ours if name in theirs]
     differ = [name for name in both if is_wrong(ours[name]) != is_wrong(theirs[name])]

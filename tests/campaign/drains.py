@@ -1,6 +1,4 @@
-"""Whether the last messages of a drained server arrive.
-
-    python -m tests.campaign.drains --count 2000
+"""Part `drains`: whether the last messages of a drained server arrive.
 
 Each drain has its own process, that of `tests.service.fake_server`: the real service around an
 engine whose requests run until they are cancelled. It listens on a TCP port and on a Unix socket.
@@ -21,16 +19,12 @@ A drain takes a second, nearly all of it to start the process. Several run concu
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import collections
-import json
 import signal
-import statistics
-import sys
 import tempfile
 import time
 from asyncio.subprocess import Process
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,11 +38,11 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-from benchmarks.records import Record
-from benchmarks.rig.measurement import Measurement, option
+from tests.campaign.parts import Course, Part, Tried
 from tests.service import fake_server
 from tests.service.helpers import Refused
 
+COUNT, AT_ONCE = 400, 4
 WAIT_S = 60.0
 """The limit of each wait; whatever takes longer is stuck."""
 CREDIT_EVERY_S = 0.0005
@@ -68,7 +62,6 @@ class Outcome:
 
     Attributes:
         failures: what did not arrive: the client's name, and what it got instead.
-        exit_code: the exit code of the process.
         after_last_s: the time from the answer to the cancel to the end of the process.
     """
 
@@ -137,7 +130,6 @@ async def session_aio(address: str, name: str) -> bool:
 
 
 def stream(address: str, name: str) -> bool:
-    """Run a GenerateStream call."""
     request = rpc.GenerateStreamRequest(spec=_spec(name))
     with grpc.insecure_channel(address, OPTIONS) as channel:
         messages = list(GenerationServiceStub(channel).GenerateStream(request, timeout=WAIT_S))
@@ -145,7 +137,6 @@ def stream(address: str, name: str) -> bool:
 
 
 def unary(address: str, name: str) -> bool:
-    """Run a Generate call."""
     request = rpc.GenerateRequest(spec=_spec(name))
     with grpc.insecure_channel(address, OPTIONS) as channel:
         answer = GenerationServiceStub(channel).Generate(request, timeout=WAIT_S)
@@ -161,7 +152,6 @@ CLIENTS: dict[str, Callable[[str, str], Any]] = {
 
 
 def reason_of(error: grpc.RpcError) -> str:
-    """Return what a client got instead of its end."""
     call: Any = error
     return f"{call.code().name} {call.details()}"
 
@@ -179,7 +169,6 @@ async def _tried(name: str, client: Callable[[str, str], Any], address: str) -> 
 
 
 async def _until_live(stub: Any, count: int) -> None:
-    """Wait until this many requests generate."""
     async with asyncio.timeout(WAIT_S):
         while True:
             found = await stub.ListRequests(control.ListRequestsRequest(), wait_for_ready=True)
@@ -203,11 +192,8 @@ async def _refused(stub: Any) -> str | None:
 
 
 async def drain_once(folder: Path, *, by_operator: bool = False) -> Outcome:
-    """Start a server, drain it, and check what arrives.
-
-    Args:
-        folder: an exclusive folder for the Unix socket.
-        by_operator: whether a Drain starts it, rather than a signal.
+    """Start a server, drain it by a signal or by an operator's Drain, and check what arrives.
+    `folder`: its own, for the Unix socket.
     """
     async with fake_server.process(f"unix:{folder / 's'}", "127.0.0.1:0") as process:
         said = await fake_server.read_until(process, "Stop it with")
@@ -255,80 +241,44 @@ async def _drain(process: Process, addresses: list[str], *, by_operator: bool) -
     return outcome
 
 
-async def drains(
-    count: int, at_once: int, minutes: float, say: Callable[[str], None]
-) -> list[Outcome]:
-    """Run this many drains, several concurrently, and begin none after the given minutes. Every
-    other one is started by an operator.
-    """
-    numbers = iter(range(count))
-    until = time.monotonic() + 60 * minutes
+def run(course: Course) -> None:
+    """Drain servers, several concurrently. Every other drain is started by an operator."""
+    if course.is_wanted("drains"):
+        course.add(row(asyncio.run(_drains(course))))
+
+
+async def _drains(course: Course) -> list[Outcome]:
+    numbers = iter(range(COUNT))
     outcomes: list[Outcome] = []
 
-    async def run() -> None:
+    async def some() -> None:
         for number in numbers:
-            if time.monotonic() > until:
-                return
             with tempfile.TemporaryDirectory(prefix="headrace-drain-") as folder:
-                outcome = await drain_once(Path(folder), by_operator=number % 2 == 1)
-            outcomes.append(outcome)
-            for failure in outcome.failures:
-                say(f"drain {number}: {failure}")
+                outcomes.append(await drain_once(Path(folder), by_operator=number % 2 == 1))
             if len(outcomes) % 100 == 0:
-                failed = sum(bool(one.failures) for one in outcomes)
-                say(f"{len(outcomes)} drains, {failed} of them with failures")
+                course.say(f"{len(outcomes)} drains")
 
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(at_once):
-            tasks.create_task(run())
+    await asyncio.gather(*(some() for _ in range(AT_ONCE)))
     return outcomes
 
 
-def summary(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
-    """Return what the record has of the outcomes."""
-    times = sorted(one.after_last_s for one in outcomes)
-    failures = collections.Counter(failure for one in outcomes for failure in one.failures)
-    return {
-        "drains": len(outcomes),
-        "clients_of_each": [f"{kind}-over-{over}" for kind in CLIENTS for over in ("unix", "tcp")],
-        "drains_with_failures": sum(bool(one.failures) for one in outcomes),
-        "failures": dict(failures.most_common()),
-        "seconds_from_the_cancel_to_the_exit": {
-            "median": statistics.median(times),
-            "p99": times[int(len(times) * 0.99)],
-            "most": times[-1],
-        },
-        "seconds": round(seconds),
-    }
-
-
-def measure(options: argparse.Namespace, record: Record) -> None:
-    """Drain, print and record."""
-    began = time.monotonic()
-    outcomes = asyncio.run(
-        drains(
-            options.count,
-            options.at_once,
-            options.minutes,
-            lambda line: print(line, flush=True),
-        )
+def row(outcomes: list[Outcome]) -> Tried:
+    """Return what came of drains."""
+    failures = Counter(failure for one in outcomes for failure in one.failures)
+    return Tried(
+        name="drains",
+        what=f"drains by signals and operators, each with {2 * len(CLIENTS)} clients in a request",
+        promises=(1, 2),
+        count=len(outcomes),
+        worst=f"{max(one.after_last_s for one in outcomes):.1f} s from the last answer to the exit",
+        wrong=[f"{count} × {failure}" for failure, count in failures.most_common()],
     )
-    found = summary(outcomes, time.monotonic() - began)
-    record.data.update(found)
-    print(json.dumps(found, indent=2))
 
 
-MEASUREMENT = Measurement(
+DRAINS = Part(
     name="drains",
-    about=str(__doc__),
-    measure=measure,
-    options=(
-        option("count", 200, "drains"),
-        option("at_once", 4, "drains at a time"),
-        option("minutes", 240.0, "none is begun after so many"),
-    ),
-    is_kept=False,
+    meaning="whether all clients of servers that drain read the ends of their requests",
+    run=run,
+    has_calm=False,
+    in_cut=False,
 )
-
-if __name__ == "__main__":
-    sys.exit(1 if MEASUREMENT.run()["drains_with_failures"] else 0)

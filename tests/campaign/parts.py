@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,11 +19,10 @@ class Tried:
 
     Attributes:
         name: a name that is unique in its part.
-        what: a one-line description of what was tried.
         promises: the numbers of the promises in docs/promises.md that the row tests.
         count: how often it was tried.
         worst: the worst value seen, with its unit; empty if nothing is measured.
-        wrong: the violations; empty if the promises were kept.
+        wrong: the violations; empty if the promises were kept. Of many, the row lists a few.
         not_judged: why the row is not judged; empty if it is.
     """
 
@@ -32,7 +31,7 @@ class Tried:
     promises: tuple[int, ...]
     count: int
     worst: str = ""
-    wrong: tuple[str, ...] = ()
+    wrong: Sequence[str] = ()
     not_judged: str = ""
 
 
@@ -41,12 +40,10 @@ class Course:
     """One run of a part, as the part sees it.
 
     Attributes:
-        seed: the seed of all random choices.
         is_cut: whether this is CI's short run.
         folder: a temporary folder, removed at the end.
         known: the rows that are already recorded and are not tried again.
         record: called with each row as soon as it is known.
-        say: shows progress.
         seconds: the duration of each item with an adjustable duration; None for the part's default.
         only: run only rows whose names contain this; empty for all.
     """
@@ -61,11 +58,12 @@ class Course:
     only: str = ""
 
     def is_wanted(self, name: str) -> bool:
-        """Whether to try a row."""
         return name not in self.known and (not self.only or self.only in name)
 
     def add(self, tried: Tried) -> None:
-        """Record a row and show it."""
+        more = len(tried.wrong) - MOST_WRONG
+        if more > 0:
+            tried = replace(tried, wrong=[*tried.wrong[:MOST_WRONG], f"and {more:,} more"])
         self.record(tried)
         verdict = "held" if not tried.wrong else f"WRONG: {tried.wrong[0]}"
         told = f", worst {tried.worst}" if tried.worst else ""
@@ -85,10 +83,6 @@ class Part:
     """One part of the campaign.
 
     Attributes:
-        name: the part's name for `--part`.
-        meaning: a one-line description.
-        minutes: the approximate duration of the full part.
-        run: runs the part.
         has_calm: whether the campaign measures a calm server first. A part with its own server and
             witness does so itself.
         in_cut: whether CI's cut includes the part.
@@ -96,14 +90,6 @@ class Part:
 
     name: str
     meaning: str
-    minutes: float
     run: Callable[[Course], None]
     has_calm: bool = True
     in_cut: bool = True
-
-
-def some(wrong: list[str]) -> tuple[str, ...]:
-    """Shorten a list of violations for a row."""
-    if len(wrong) <= MOST_WRONG:
-        return tuple(wrong)
-    return (*wrong[:MOST_WRONG], f"and {len(wrong) - MOST_WRONG:,} more")

@@ -63,7 +63,6 @@ class Record:
         return run
 
     def add(self, run: Run, tried: Tried) -> None:
-        """Record a row of a run."""
         row = asdict(tried)
         run["rows"][row.pop("name")] = row
         self.write(run)
@@ -75,5 +74,4 @@ class Record:
 
 
 def is_wrong(row: Mapping[str, Any]) -> bool:
-    """Whether a row shows a broken promise."""
     return bool(row["wrong"]) and not row["not_judged"]

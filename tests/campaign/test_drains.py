@@ -1,16 +1,12 @@
-"""The record of drains says what did not arrive; `tests/service/test_shutdown.py` drains."""
+"""The row of drains says what did not arrive; `tests/service/test_shutdown.py` drains."""
 
 from __future__ import annotations
 
-from tests.campaign.drains import Outcome, summary
+from tests.campaign.drains import Outcome, row
 
 
-def test_the_record_counts_what_did_not_arrive() -> None:
+def test_a_row_counts_what_did_not_arrive() -> None:
     broken = ["session-over-tcp: UNAVAILABLE", "exit code 1"]
-    outcomes = [Outcome([], 0, 0.1), Outcome(broken, 1, 0.3), Outcome(broken[:1], 0, 0.2)]
-    found = summary(outcomes, 12.4)
-    assert (found["drains"], found["drains_with_failures"], found["seconds"]) == (3, 2, 12)
-    assert found["failures"] == {"session-over-tcp: UNAVAILABLE": 2, "exit code 1": 1}
-    times = found["seconds_from_the_cancel_to_the_exit"]
-    assert (times["median"], times["most"]) == (0.2, 0.3)
-    assert len(found["clients_of_each"]) == 8
+    found = row([Outcome([], 0, 0.1), Outcome(broken, 1, 0.3), Outcome(broken[:1], 0, 0.2)])
+    assert (found.count, found.worst) == (3, "0.3 s from the last answer to the exit")
+    assert found.wrong == ["2 × session-over-tcp: UNAVAILABLE", "1 × exit code 1"]

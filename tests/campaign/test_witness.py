@@ -7,7 +7,6 @@ witness's ticks.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -71,7 +70,6 @@ async def test_nothing_is_wrong_where_nothing_is_tried() -> None:
     assert (report.not_serving, dict(report.refusals)) == (0, {})
     assert report.memory["both"].pid == os.getpid()
     assert 0 < report.memory["both"].start <= report.memory["both"].peak
-    assert report == Report.from_json(json.loads(json.dumps(report.as_json())))
 
 
 def counts(report: Report) -> dict[str, int]:
@@ -178,50 +176,22 @@ async def test_too_many_tokens() -> None:
             await asyncio.to_thread(witness.start)
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tests.campaign.witness", *arguments]
+async def test_a_server_that_is_not_there_is_none_to_witness() -> None:
+    witness = Witness("unix:/nowhere/s", {}, ready_s=0.1)
+    with pytest.raises(WitnessError, match=r"was not ready within 0\.1 s"):
+        await asyncio.to_thread(witness.start)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
-    )
-
-
-async def test_the_command_ends_with_a_report_on_a_signal() -> None:
-    async with serving(SteadyEngine()) as h:
-        process = await asyncio.create_subprocess_exec(
-            *command(h.server.addresses[0], "--tokens", str(TOKENS), "--every", "0.1"),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-        )
-        assert process.stdout is not None
-        async with asyncio.timeout(DEADLINE_S):
-            first = json.loads(await process.stdout.readline())
-            process.send_signal(signal.SIGINT)
-            rest = await process.stdout.read()
-            assert await process.wait() == 0
-    last = Report.from_json(json.loads(rest.splitlines()[-1]))
-    assert last.tokens >= first["tokens"]
-
-
-def test_the_command_says_what_is_wrong() -> None:
-    for arguments, code, text in (
-        (("unix:/nowhere/s", "--ready", "0.1"), 1, "was not ready within 0.1 s"),
-        (("unix:/nowhere/s", "--token-file", "/nowhere/token"), 1, "/nowhere/token"),
-        (("unix:/nowhere/s", "--pid", "7"), 2, "is not NAME=NUMBER"),
-        (("unix:/nowhere/s", "--tokens", "1"), 2, "at least 2"),
-    ):
-        done = run(*arguments)
-        assert done.returncode == code, done
-        assert text in done.stderr
-        assert "Traceback" not in done.stderr
-    assert "--driven" in run("--help").stdout
+async def test_a_witness_that_has_ended_is_told_so() -> None:
+    async with witnessed() as (witness, _):
+        os.kill(witness._process.pid or 0, signal.SIGKILL)
+        with pytest.raises(WitnessError, match="has ended"):
+            await asyncio.to_thread(witness.report)
 
 
 def test_it_needs_the_client_alone() -> None:
     blocked = "import sys\nfor name in ('torch', 'engine', 'service', 'psutil', 'transformers'):\n"
-    blocked += "    sys.modules[name] = None\nimport tests.campaign.witness.__main__\n"
+    blocked += "    sys.modules[name] = None\nimport tests.campaign.witness.process\n"
     done = subprocess.run([sys.executable, "-c", blocked], cwd=ROOT, timeout=DEADLINE_S)
     assert done.returncode == 0
 

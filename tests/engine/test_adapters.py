@@ -32,7 +32,18 @@ from tests.engine.mode_sweep import BLOCK, NEW_TOKENS, check_every_mode, load_fa
 from tests.model_recipes import RECIPES
 from tests.tiny_models import greedy_reference, make_model, make_prompts
 
-OWN = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "phi3", "qwen2", "olmo2", "cohere")
+OWN = (
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "olmo2",
+    "cohere",
+)
 MODULES = ("gpt_oss", "phi", "qwen2_moe", "gemma3")
 MIXED: dict[str, Any] = {
     "r": 4,

@@ -14,8 +14,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.models.description import Routing
-from engine.models.operations import BoundMixture, TorchOperations, routed
+from engine.models.description import ClampedGate, Routing
+from engine.models.operations import BoundMixture, Gate, TorchOperations, routed
 from engine.models.triton_experts import (
     choose_tiles,
     experts_forward,
@@ -156,8 +156,8 @@ def test_what_is_no_number_stays_where_it_is(device: torch.device) -> None:
 # ---- a mixture: routing, and all the rest -------------------------------------------------------
 
 
-def routing_of(chosen: int, *, normed: bool, rounds: bool) -> Routing:
-    return Routing("gate", "experts", chosen, normed, rounds, "silu")
+def routing_of(chosen: int, *, normed: bool, rounds: bool, activation: Gate = "silu") -> Routing:
+    return Routing("gate", "experts", chosen, normed, rounds, activation)
 
 
 @pytest.mark.parametrize(("experts", "chosen"), [(1, 1), (6, 2), (33, 33), (128, 8), (512, 10)])
@@ -195,7 +195,7 @@ def test_a_token_that_is_no_number_has_experts(device: torch.device) -> None:
         assert torch.equal(made[[0, 2]], wanted[[0, 2]])
 
 
-@pytest.mark.parametrize("family", ["mixtral.Mixtral", "qwen3_moe.Qwen3Moe"])
+@pytest.mark.parametrize("family", ["mixtral.Mixtral", "qwen3_moe.Qwen3Moe", "gpt_oss.GptOss"])
 @pytest.mark.parametrize("count", [1, 5, 70])
 def test_a_mixture(family: str, count: int, dtype: torch.dtype, device: torch.device) -> None:
     """As our plain operations compute it with the module's own code, and as in float64."""
@@ -203,13 +203,19 @@ def test_a_mixture(family: str, count: int, dtype: torch.dtype, device: torch.de
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(count, 72, generator=generator).to(device, dtype)
     router = torch.randn(EXPERTS, 72, generator=generator).to(device, dtype)
-    routing = routing_of(CHOSEN, normed=True, rounds=family != "mixtral.Mixtral")
-    made = TritonOperations().mix(x, BoundMixture(router, None, module, routing))
+    bias: torch.Tensor | None = None
+    activation: Gate = "silu"
+    if family == "gpt_oss.GptOss":
+        bias, activation = router[:, 0].clone(), ClampedGate(module.alpha, module.limit)
+    routing = routing_of(
+        CHOSEN, normed=True, rounds=family != "mixtral.Mixtral", activation=activation
+    )
+    made = TritonOperations().mix(x, BoundMixture(router, bias, module, routing))
     assert made.dtype is dtype
-    plain = TorchOperations().mix(x, BoundMixture(router, None, module, routing))
+    plain = TorchOperations().mix(x, BoundMixture(router, bias, module, routing))
     assert error(made, plain) < 2 * TOLERANCE[dtype]
     exact = copy.deepcopy(module).double()
-    chosen, weights = routed(x @ router.T, routing)
+    chosen, weights = routed(torch.nn.functional.linear(x, router, bias), routing)
     assert error(made, exact(x.double(), chosen, weights.double())) < TOLERANCE[dtype]
 
 

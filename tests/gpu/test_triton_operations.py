@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from engine.models.comparison import _norm as judge_norm
+from engine.models.description import ClampedGate
 from engine.models.operations import BoundNorm, Heads, KVPlaces, Tables, TorchOperations
 from engine.models.triton_operations import TritonOperations, add_norm_launch, turn_launch
 from tests.gpu.conftest import INTERPRETED
@@ -235,6 +236,17 @@ def test_activations(activation: Any, gated: bool, numbers: Numbers) -> None:
         inner[0, :4] = torch.tensor([-300.0, 300.0, 0.0, -88.0])
         ours = TRITON.gate(inner, activation, gated=gated)
         check_norm(ours, PLAIN.gate(inner, activation, gated=gated))
+
+
+def test_a_clamped_gate(numbers: Numbers) -> None:
+    """By turns in its input; what is no number stays where it is."""
+    clamped = ClampedGate(1.702, 7.0)
+    for rows, width in ((1, 67), (3, 1030), (70, 16)):
+        inner = numbers(rows, 2 * width) * 6
+        inner[0, :8] = torch.tensor([-300.0, 300.0, 300.0, -300.0, 0.0, 7.0, float("nan"), 1.0])
+        ours = TRITON.gate(inner, clamped, gated=True)
+        assert ours[0].isnan().nonzero().tolist() == [[3]]
+        check_norm(ours.nan_to_num(), PLAIN.gate(inner, clamped, gated=True).nan_to_num())
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a device every test is run in float16")

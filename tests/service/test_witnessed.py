@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from headrace.v1 import model_service_pb2 as model
 from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 
 from tests.campaign.hostile.attacker import attack
-from tests.campaign.hostile.server import limits_of
 from tests.campaign.witness.process import Witness
 from tests.service.helpers import DEADLINE_S
 from tests.service.real_server import real_server
@@ -34,23 +32,14 @@ async def test_a_witness_loses_nothing_beside_hostile_inputs(tmp_path: Path) -> 
         [target] = server.addresses
         async with grpc.aio.insecure_channel(target) as channel:
             stub: Any = ModelServiceStub(channel)
-            card = limits_of((await stub.GetModel(model.GetModelRequest())).model)
+            card = (await stub.GetModel(model.GetModelRequest())).model
         pids = {"front_end": server.process.pid}
         witness = Witness(target, pids, health_target=health, tokens=64)
         await asyncio.to_thread(witness.start)
         try:
             for name in INPUTS:
-                load = {
-                    "input": name,
-                    "target": target,
-                    "tls_target": "",
-                    "token": "",
-                    "operator": "",
-                    "seed": f"1/{name}",
-                    "card": dataclasses.asdict(card),
-                }
-                done = await attack(load, SECONDS)
-                assert sum(done["answers"].values()) > 0, name
+                answers, _ = await attack(name, SECONDS, target=target, card=card, seed=name)
+                assert sum(answers.values()) > 0, name
             before = (await asyncio.to_thread(witness.report)).requests
             async with asyncio.timeout(DEADLINE_S):
                 while (report := await asyncio.to_thread(witness.report)).requests <= before + 1:

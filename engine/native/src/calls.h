@@ -127,6 +127,7 @@ struct LayerSpec {
   LinearWeight output;
   LinearWeight inner[2];
   LinearWeight down;
+  const float* sinks;
   HeadsCall heads;
   RecurrentSpec recurrent;
   int64_t mixer, attention_gated;

@@ -67,7 +67,7 @@ int64_t attend_turned(const LayersCall& call, const LayerSpec& layer, const Laye
   step.query_token_stride = step.key_token_stride = step.value_token_stride = space.projected_width;
   step.keys = call.keys[call.next], step.values = call.values[call.next];
   step.output = space.mixed;
-  step.sinks = nullptr;
+  step.sinks = layer.sinks;
   step.scratch = call.attention_scratch, step.scratch_floats = call.attention_floats;
   step.num_tokens = call.tokens;
   step.num_heads = layer.heads.num_heads, step.num_kv_heads = layer.heads.num_kv_heads;

@@ -18,7 +18,7 @@ from tests.campaign.bytes.mutating import mutate_bytes
 from tests.campaign.calm import beside
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile import http2
-from tests.campaign.hostile.sending import GENERATION, HEALTH
+from tests.campaign.hostile.sending import GENERATE, HEALTH
 from tests.campaign.hostile.server import ATTACKER, Server
 from tests.campaign.parts import Course, Tried
 from tests.service.raw_http2 import HELLO, frame, literal
@@ -38,7 +38,6 @@ _HEADS = (
 
 
 def garbage(source: random.Random) -> bytes:
-    """Return the bytes that one connection sends."""
     if source.random() < 0.1:
         return source.randbytes(source.randint(1, 2000))
     found = [HELLO]
@@ -64,7 +63,6 @@ def _frame(source: random.Random) -> bytes:
 
 
 def tried(course: Course, seconds: float) -> Tried:
-    """Send garbage for the given time and judge the result."""
     with beside(course.either(CALM_S, CUT_CALM_S)) as there:
         server = there.server
         said = server.log_bytes()
@@ -81,7 +79,7 @@ def tried(course: Course, seconds: float) -> Tried:
         promises=(3, 7, 11),
         count=tally["connections"],
         worst=there.gap,
-        wrong=tuple(wrong),
+        wrong=wrong,
     )
 
 
@@ -91,7 +89,7 @@ def _wrong(server: Server, said: int) -> list[str]:
         wrong.append(f"the log grew by {grown:,} bytes")
     try:
         raw = wire.request("hi", stop={"max_tokens": 2})
-        server.call(GENERATION + "Generate", raw, ATTACKER)
+        server.call(GENERATE, raw, ATTACKER)
         server.call(HEALTH + "Check", b"")
     except grpc.RpcError as error:
         wrong.append(f"afterwards a call fails: {error}"[:200])

@@ -49,11 +49,9 @@ class Fuzzing:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is up."""
         return time.monotonic() > self._ends
 
     def give(self, data: bytes) -> None:
-        """Test one input."""
         self._last.seek(0)
         self._last.truncate()
         self._last.write(data)
@@ -75,7 +73,6 @@ class Fuzzing:
             self.tell()
 
     def tell(self) -> None:
-        """Write the counts to the statistics file."""
         told = {"tried": self.tried, "slowest_s": self.slowest_s}
         (self._folder / "stats.json").write_text(json.dumps(told))
 

@@ -28,7 +28,7 @@ TEXTS = (
 _MOST_ADDED = 40
 
 
-def mutate_message(kind: type[Message], texts: Sequence[str] = TEXTS) -> Mutate:
+def mutate_message(kind: type[Message]) -> Mutate:
     """Change some fields of a message. Bytes that are not a message are replaced with one."""
 
     def mutate(data: bytes, source: random.Random, most: int) -> bytes:
@@ -38,7 +38,7 @@ def mutate_message(kind: type[Message], texts: Sequence[str] = TEXTS) -> Mutate:
         except DecodeError:
             message = kind()
         for _ in range(source.choice((1, 1, 2, 4))):
-            _change(message, source, texts, 0)
+            _change(message, source, 0)
         found = message.SerializeToString()
         if source.random() < 0.03 and found:  # what no library would write
             at = source.randrange(len(found))
@@ -48,7 +48,7 @@ def mutate_message(kind: type[Message], texts: Sequence[str] = TEXTS) -> Mutate:
     return mutate
 
 
-def _change(message: Any, source: random.Random, texts: Sequence[str], depth: int) -> None:
+def _change(message: Any, source: random.Random, depth: int) -> None:
     fields = message.DESCRIPTOR.fields
     if not fields:
         return
@@ -59,43 +59,41 @@ def _change(message: Any, source: random.Random, texts: Sequence[str], depth: in
         return
     is_message = descriptor.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE
     if descriptor.is_repeated:
-        _change_list(getattr(message, name), descriptor, source, texts, depth)
+        _change_list(getattr(message, name), descriptor, source, depth)
     elif is_message:
         part = getattr(message, name)
         part.SetInParent()
         if depth < 6:
-            _change(part, source, texts, depth + 1)
+            _change(part, source, depth + 1)
     else:
-        setattr(message, name, _value(descriptor, source, texts))
+        setattr(message, name, _value(descriptor, source))
 
 
-def _change_list(
-    values: Any, descriptor: Any, source: random.Random, texts: Sequence[str], depth: int
-) -> None:
+def _change_list(values: Any, descriptor: Any, source: random.Random, depth: int) -> None:
     """Add, change or remove an element of a list or of a map of scalars."""
     entry = descriptor.message_type
     if entry is not None and entry.GetOptions().map_entry:
         key, value = entry.fields_by_name["key"], entry.fields_by_name["value"]
-        values[_value(key, source, texts)] = _value(value, source, texts)
+        values[_value(key, source)] = _value(value, source)
         return
     if values and source.random() < 0.2:
         del values[source.randrange(len(values))]
         return
     count = source.choice((1, 1, 1, 2, 5, _MOST_ADDED))
     if descriptor.cpp_type != FieldDescriptor.CPPTYPE_MESSAGE:
-        values.extend(_value(descriptor, source, texts) for _ in range(count))
+        values.extend(_value(descriptor, source) for _ in range(count))
         return
     if values and depth < 6 and source.random() < 0.5:
-        _change(source.choice(values), source, texts, depth + 1)
+        _change(source.choice(values), source, depth + 1)
         return
     for _ in range(min(count, 5)):
         part = values.add()
         if depth < 6:
-            _change(part, source, texts, depth + 1)
-            _change(part, source, texts, depth + 1)
+            _change(part, source, depth + 1)
+            _change(part, source, depth + 1)
 
 
-def _value(descriptor: Any, source: random.Random, texts: Sequence[str]) -> Any:
+def _value(descriptor: Any, source: random.Random) -> Any:
     kinds = FieldDescriptor
     match descriptor.cpp_type:
         case kinds.CPPTYPE_INT32:
@@ -113,7 +111,7 @@ def _value(descriptor: Any, source: random.Random, texts: Sequence[str]) -> Any:
             return source.choice((*numbers, max(numbers) + 7))
         case kinds.CPPTYPE_FLOAT | kinds.CPPTYPE_DOUBLE:
             return source.choice((*FLOATS, source.uniform(-2, 2)))
-    text = source.choice(texts) + source.choice(("", "", source.choice(texts)))
+    text = source.choice(TEXTS) + source.choice(("", "", source.choice(TEXTS)))
     return text.encode() if descriptor.type == kinds.TYPE_BYTES else text
 
 
@@ -146,7 +144,6 @@ def _edit(text: str, source: random.Random, snippets: Sequence[str]) -> str:
 
 
 def mutate_bytes(data: bytes, source: random.Random, most: int) -> bytes:
-    """Change, add and remove bytes."""
     found = bytearray(data)
     for _ in range(source.choice((1, 1, 2, 4, 8))):
         at = source.randint(0, len(found))

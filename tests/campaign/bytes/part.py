@@ -20,7 +20,7 @@ from benchmarks.processes import ROOT
 from tests.campaign.bytes import frames
 from tests.campaign.bytes.target import Target
 from tests.campaign.bytes.targets import TARGETS
-from tests.campaign.parts import Course, Part, Tried, some
+from tests.campaign.parts import Course, Part, Tried
 
 SECONDS, CUT_SECONDS = 120.0, 2.0
 STUCK_S = 90.0
@@ -29,7 +29,6 @@ _COUNTS = importlib.util.find_spec("atheris") is not None
 
 
 def run(course: Course) -> None:
-    """Run all targets."""
     seconds = course.seconds or course.either(SECONDS, CUT_SECONDS)
     for target in TARGETS.values():
         if course.is_wanted(target.name):
@@ -39,23 +38,18 @@ def run(course: Course) -> None:
 
 
 def fuzzed(course: Course, target: Target, seconds: float) -> Tried:
-    """Run one target in a separate process."""
     folder = course.folder / target.name
     folder.mkdir()
     seed = course.source(target.name).randrange(1 << 31)
     command = [sys.executable, "-m", "tests.campaign.bytes.fuzz", target.name]
     command += [str(seconds), str(seed), str(folder)]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
-        )
         try:
-            code: int | None = process.wait(seconds + STUCK_S)
+            code: int | None = subprocess.run(
+                command, cwd=ROOT, stdout=log, stderr=log, timeout=seconds + STUCK_S
+            ).returncode
         except subprocess.TimeoutExpired:
             code = None
-        finally:
-            process.kill()
-            process.wait()
     stats = _read(folder / "stats.json") or {"tried": 0, "slowest_s": 0.0}
     wrong = _findings(folder)
     if code != 0:
@@ -70,7 +64,7 @@ def fuzzed(course: Course, target: Target, seconds: float) -> Tried:
         promises=target.promises,
         count=stats["tried"],
         worst=f"{stats['slowest_s'] * 1e3:.0f} ms of CPU time for an input",
-        wrong=some(wrong),
+        wrong=wrong,
     )
 
 
@@ -93,6 +87,5 @@ def _read(path: Path) -> dict[str, Any] | None:
 BYTES = Part(
     name="bytes",
     meaning="whatever reads what others send, given bytes that nobody would send",
-    minutes=18,
     run=run,
 )

@@ -26,11 +26,8 @@ class Target:
 
     Attributes:
         name: the target's name for `--campaign-only`.
-        what: a one-line description.
         promises: the promises that the target tests.
         prepare: creates the test, once in each process.
-        mutate: mutates an input.
-        seeds: creates the initial inputs.
     """
 
     name: str

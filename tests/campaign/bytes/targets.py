@@ -28,19 +28,20 @@ from engine.contract.types import RequestId, TokenId
 from engine.process import engine_messages as messages
 from engine.process import verbs
 from engine.structured import GrammarCompiler
-from engine.text import TextStream
+from engine.text import TextStream, Tokenizer
 from service.admission.accounts import account_of
 from service.admission.served_adapters import ServedAdapters
 from service.admission.text_pool import THREADS, TextPool
-from service.convert.converter import Converter, RequestLimits
+from service.config import ServiceConfig
+from service.convert.converter import Converter
 from service.convert.incoming import IncomingCheck
 from service.convert.inputs import InputEncoder
 from service.convert.lacking import why_lacking
-from service.delivery.flow import WholeLimits
 from service.delivery.served_request import LivesBy
 from service.door.callers_file import EVERYONE, parse_callers
 from service.errors.status_table import to_status
 from service.replies import FORMATS, Context, format_option
+from service.server.server_limits import request_limits_of
 from tests.campaign.bytes.mutating import (
     mutate_bytes,
     mutate_message,
@@ -76,6 +77,11 @@ def _check_refusal(error: HeadraceError) -> None:
     demand(status.ByteSize() < MOST_STATUS_BYTES, f"a status of {status.ByteSize()} bytes")
 
 
+def _encoder(tokenizer: Tokenizer) -> InputEncoder:
+    pool = TextPool(ThreadPoolExecutor(THREADS), lambda: 0.0)
+    return InputEncoder(tokenizer, pool, max_context_tokens=2048, max_receive_bytes=1 << 20)
+
+
 # ---- conversion ----------------------------------------------------------------------------------
 
 
@@ -101,22 +107,8 @@ def _specs() -> list[bytes]:
 
 
 def _conversion() -> Test:
-    tokenizer = byte_tokenizer()
-    pool = TextPool(ThreadPoolExecutor(THREADS), lambda: 0.0)
-    info = model_info()
-    encoder = InputEncoder(
-        tokenizer, pool, max_context_tokens=info.max_context_tokens, max_receive_bytes=1 << 20
-    )
-    limits = RequestLimits(
-        default_max_tokens=100,
-        default_time_limit_s=60.0,
-        max_time_limit_s=600.0,
-        max_choices=16,
-        max_send_bytes=1 << 20,
-        whole=WholeLimits(
-            max_undelivered_bytes=1 << 20, max_kept_bytes=1 << 20, max_send_bytes=1 << 20
-        ),
-    )
+    tokenizer, info = byte_tokenizer(), model_info()
+    encoder, limits = _encoder(tokenizer), request_limits_of(ServiceConfig())
     reply = format_option("hermes")(tokenizer)
     lacking = why_lacking(tokenizer, reply, "hermes")
     adapters = ServedAdapters(FakeEngine(), info, ("fake",))
@@ -183,16 +175,7 @@ def _chats() -> list[bytes]:
 
 def _templates() -> Test:
     sources = [path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))]
-    pool = TextPool(ThreadPoolExecutor(THREADS), lambda: 0.0)
-    encoders = [
-        InputEncoder(
-            byte_tokenizer(chat_template=source),
-            pool,
-            max_context_tokens=2048,
-            max_receive_bytes=1 << 20,
-        )
-        for source in sources
-    ]
+    encoders = [_encoder(byte_tokenizer(chat_template=source)) for source in sources]
     account, check = account_of("fuzz"), IncomingCheck()
 
     def test(data: bytes) -> None:

@@ -1,9 +1,4 @@
-"""Attacks on the HTTP door (`headrace openai`), the door's process, and a well-behaved HTTP caller.
-
-    python -m tests.campaign.door.attacks NAME PORT SECONDS TOKEN
-
-runs one attack at low priority and prints a tally of the answers as JSON.
-"""
+"""Attacks on the HTTP door (`headrace openai`), its process, and an HTTP caller who behaves."""
 
 from __future__ import annotations
 
@@ -12,14 +7,10 @@ import contextlib
 import http.client
 import itertools
 import json
-import os
 import random
-import resource
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -29,12 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import ROOT, SystemFailure
 from benchmarks.rig.gateways import door
 from benchmarks.rig.serving import Process
+from tests.campaign.low_priority import low_priority
 from tests.service.real_server import clean_environment
 
-NICENESS = 10
 PATIENCE_S = 10.0
 """How long an attacker waits for an answer."""
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}]}
@@ -51,7 +41,6 @@ class Neighbour(threading.Thread):
 
     Attributes:
         answers: the number of streams that completed.
-        wrong: the errors that came instead of an answer.
     """
 
     def __init__(self, port: int, token: str) -> None:
@@ -74,7 +63,6 @@ class Neighbour(threading.Thread):
         return max(self._worst, time.monotonic() - self._at)
 
     def run(self) -> None:
-        """Stream chats until `close` is called."""
         body = json.dumps(CHAT | {"stream": True, "max_tokens": 200, "ignore_eos": True})
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
         while not self._over.is_set():
@@ -98,7 +86,6 @@ class Neighbour(threading.Thread):
         connection.close()
 
     def close(self) -> None:
-        """Stop the caller."""
         self._over.set()
         self.join(60)
 
@@ -111,8 +98,6 @@ class Attacker:
     """Connections and requests for one attack on the door.
 
     Attributes:
-        port: the door's port.
-        token: the token that requests carry.
         until: when the attack ends, in monotonic seconds.
         answers: the number of answers by HTTP status; "closed" counts connections that closed
             without an answer.
@@ -125,7 +110,6 @@ class Attacker:
 
     @property
     def has_time(self) -> bool:
-        """Whether the attack still has time left."""
         return time.monotonic() < self.until
 
     async def again(self, number: int, one: Callable[[int], Awaitable[object]]) -> None:
@@ -147,14 +131,12 @@ class Attacker:
         return await asyncio.open_connection(sock=sock, limit=4096)
 
     def head(self, *lines: str, path: str = "/v1/chat/completions", length: int = -1) -> bytes:
-        """Return the head of a POST request."""
         found = [f"POST {path} HTTP/1.1", f"Host: 127.0.0.1:{self.port}"]
         found += ["Content-Type: application/json", f"Authorization: Bearer {self.token}", *lines]
         found += [f"Content-Length: {length}"] if length >= 0 else []
         return "\r\n".join([*found, "", ""]).encode()
 
     def post(self, body: Any, *lines: str, path: str = "/v1/chat/completions") -> bytes:
-        """Return a complete POST request."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.head(*lines, path=path, length=len(data)) + data
 
@@ -364,26 +346,12 @@ ATTACKS: dict[str, Attack] = {
 
 
 def attacked(name: str, port: int, seconds: float, token: str) -> dict[str, int]:
-    """Run an attack in a separate process and return its tally of answers. Raises SystemFailure."""
-    command = [sys.executable, "-m", "tests.campaign.door.attacks", name]
-    command += [str(port), str(seconds), token]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemFailure(f"the attack {name} failed:\n{done.stderr[-2000:]}")
-    found: dict[str, int] = json.loads(done.stdout)
-    return found
+    """Run an attack in a separate process and return its tally of answers."""
+    with low_priority() as process:
+        return process.apply(_attack, (name, port, seconds, token))
 
 
-def main() -> None:
-    """Run the attack named on the command line."""
-    os.nice(NICENESS)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    name, port, seconds, token = sys.argv[1:]
-    at = Attacker(int(port), token, time.monotonic() + float(seconds))
+def _attack(name: str, port: int, seconds: float, token: str) -> dict[str, int]:
+    at = Attacker(port, token, time.monotonic() + seconds)
     asyncio.run(ATTACKS[name](at))
-    print(json.dumps(at.answers))
-
-
-if __name__ == "__main__":
-    main()
+    return dict(at.answers)

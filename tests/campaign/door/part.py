@@ -5,21 +5,22 @@ part
   ├── door       headrace openai, in front of it
   ├── witness    tests.campaign.witness: a caller of the server itself
   ├── neighbour  a caller of the door, by streams
-  └── attacker   tests.campaign.hostile.door, a process for each attack
+  └── attacker   one of `attacks`, a process for each
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
-import json
 import time
 from contextlib import closing
 
+from benchmarks.rig.gateways import stream_chat
 from benchmarks.rig.serving import Process
 from tests.campaign.calm import Beside, beside
 from tests.campaign.door.attacks import ATTACKS, CHAT, Neighbour, attacked, open_door
 from tests.campaign.hostile.server import ATTACKER, WITNESS
-from tests.campaign.parts import Course, Part, Tried, some
+from tests.campaign.parts import Course, Part, Tried
 
 SECONDS, CUT_SECONDS = 10.0, 2.0
 CALM_S = 3.0
@@ -73,24 +74,15 @@ def _try(course: Course, name: str, there: Beside, door: Process, neighbour: Nei
         count=sum(answers.values()),
         worst=f"{there.gap}, stream {waited * 1e3:.0f} ms; "
         f"door {peak / 1e6:.0f} MB at most so far; {told}",
-        wrong=some(wrong),
+        wrong=wrong,
     )
 
 
 def _answers(door: Process, token: str) -> bool:
-    body = json.dumps(CHAT | {"max_tokens": 1})
-    headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
     ends = time.monotonic() + ANSWER_S
     while time.monotonic() < ends:
-        connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=ANSWER_S)
-        try:
-            connection.request("POST", "/v1/chat/completions", body, headers)
-            if connection.getresponse().status == 200:
-                return True
-        except (OSError, http.client.HTTPException):
-            pass
-        finally:
-            connection.close()
+        with contextlib.suppress(OSError, http.client.HTTPException, RuntimeError):
+            return bool(list(stream_chat(door.port, CHAT | {"max_tokens": 1}, token)))
         time.sleep(0.1)
     return False
 
@@ -98,7 +90,6 @@ def _answers(door: Process, token: str) -> bool:
 DOOR = Part(
     name="door",
     meaning="attacks on the HTTP door, beside a witness and a neighbour's stream",
-    minutes=3,
     run=run,
     has_calm=False,
 )

@@ -26,7 +26,7 @@ from service.delivery.states import State
 from tests.campaign.ends.engine import Gate, ScriptedEngine
 from tests.campaign.ends.play import left_at_last
 from tests.engine.fake_runner import expected_tokens
-from tests.service.fault_proxy import OWN_CONNECTION, FaultProxy, fault_proxy
+from tests.service.fault_proxy import OWN_CONNECTION, fault_proxy
 from tests.service.helpers import (
     Harness,
     Session,
@@ -58,7 +58,6 @@ class Crowd:
 
     Attributes:
         ends: the number of requests by kind of end.
-        wrong: the violations found.
     """
 
     def __init__(self, source: random.Random, count: int) -> None:
@@ -70,7 +69,6 @@ class Crowd:
 
 
 async def crowds(crowd: Crowd, folder: Path) -> None:
-    """Run a round on a new server."""
     path = folder / "gate"
     path.unlink(missing_ok=True)
     engine = ScriptedEngine(
@@ -129,12 +127,11 @@ class Client:
         self.crowd = crowd
         self.h = h
         self.source = random.Random(crowd.source.random())
-        self._proxy: FaultProxy | None = None
+        self.proxy: Any = None
         self._channel: Any = None
 
     async def run(self) -> None:
-        """Run requests until the round has none left."""
-        async with fault_proxy(self.h.server.addresses[0]) as self._proxy:
+        async with fault_proxy(self.h.server.addresses[0]) as self.proxy:
             for number in self.crowd.numbers:
                 one = Request(self, number)
                 try:
@@ -148,26 +145,17 @@ class Client:
                     end = "stuck"
                     self.crowd.wrong.append(f"{one}: no end within {PATIENCE_S:g} s")
                 self.crowd.ends[end] += 1
-            await self._close()
+            await self.close()
 
     @property
     def stub(self) -> Any:
         """The RPC stub on this client's connection through the proxy."""
         if self._channel is None:
-            assert self._proxy is not None
-            self._channel = grpc.aio.insecure_channel(self._proxy.target, options=OWN_CONNECTION)
+            self._channel = grpc.aio.insecure_channel(self.proxy.target, options=OWN_CONNECTION)
         return GenerationServiceStub(self._channel)
 
-    def cut(self) -> None:
-        """Break the connection."""
-        assert self._proxy is not None
-        self._proxy.cut()
-
-    async def after_cut(self) -> None:
-        """Close the channel, so that the next request uses a new connection."""
-        await self._close()
-
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """Close the channel; the next request uses a new connection."""
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
@@ -196,7 +184,6 @@ class Request:
         return f"{self.name} ({self.kind}, {self.way}, n={self.n}, {self.most} tokens)"
 
     async def run(self) -> None:
-        """Start the request, apply the chosen event and read what arrives."""
         wanted = spec(
             self.prompt,
             request_id="" if self.kind == "Generate" else self.name,
@@ -237,7 +224,7 @@ class Request:
         finally:
             await happening
         if self.way == "cut":
-            await self.client.after_cut()
+            await self.client.close()
         if self.kind in ("leased", "AddRequest") and self.status != "OK":
             await self._resume()
 
@@ -249,7 +236,7 @@ class Request:
         elif self.way == "RPC cancelled":
             call.cancel()
         elif self.way == "cut":
-            self.client.cut()
+            self.client.proxy.cut()
 
     async def _read(self, call: Any, wanted: pb.GenerationSpec) -> None:
         if self.kind.startswith("Generate") and self.kind != "GenerateStream":
@@ -297,7 +284,6 @@ class Request:
         self.status = "OK"
 
     def check(self) -> str:
-        """Check what was received and return how the request ended. Raises AssertionError."""
         if self.answer is not None:
             return self._check_answer(self.answer)
         if not self.events:

@@ -30,11 +30,7 @@ _POLL_S = 0.0005
 
 
 class Gate:
-    """Limits how many steps may pass. Its state is in a file that two processes can share.
-
-    Attributes:
-        path: the file.
-    """
+    """Limits how many steps may pass. Its state is in a file that two processes can share."""
 
     def __init__(self, path: Path) -> None:
         """Map the file, which is created if necessary. All steps may pass initially."""
@@ -51,15 +47,12 @@ class Gate:
         return self._fields[1]
 
     def shut(self) -> None:
-        """Let no further step pass."""
         self._fields[0] = self._fields[1]
 
     def let(self, steps: int) -> None:
-        """Let the given number of further steps pass."""
         self._fields[0] += steps
 
     def open(self) -> None:
-        """Let all steps pass."""
         self._fields[0] = _FOREVER
 
     @property
@@ -72,12 +65,10 @@ class Gate:
         self._fields[2] = seconds
 
     def break_target(self, request_is_broken: bool) -> None:
-        """Set whether sampling fails for the target request."""
         self._fields[3] = request_is_broken
 
     @property
     def is_target_broken(self) -> bool:
-        """Whether sampling fails for the target request."""
         return bool(self._fields[3])
 
     def pass_through(self) -> int:
@@ -151,7 +142,6 @@ class ScriptedEngine(LocalEngineClient):
             event()
 
     def holds(self, name: str) -> bool:
-        """Whether the engine holds a request with this name."""
         loop = self._engine
         return loop is not None and any(f"/{name}#" in one for one in tuple(loop._live))
 

@@ -47,8 +47,6 @@ class Fault:
     """A fault.
 
     Attributes:
-        name: its name in the campaign's issue and in the record.
-        what: a one-line description.
         row: the row of the table of ends for affected requests; empty if it ends no request.
         hits: the requests that it may affect.
         strike: causes the fault. `later`: for a fault within a step, use the step after the one at

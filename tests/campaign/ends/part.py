@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.campaign.ends.crowd import Crowd, crowds
 from tests.campaign.ends.faults import FAULTS, Fault
 from tests.campaign.ends.play import play
-from tests.campaign.parts import Course, Part, Tried, some
+from tests.campaign.parts import Course, Part, Tried
 from tests.service.ends import CELLS, Cell
 
 PATIENCE_S = 90.0
@@ -76,7 +76,7 @@ async def _beside(course: Course, fault: Fault) -> Tried:
         promises=(1, 2, 3, 5, 6),
         count=len(plays),
         worst=f"{longest:.1f} s for a cell",
-        wrong=some(wrong),
+        wrong=wrong,
     )
 
 
@@ -120,13 +120,12 @@ def _by_chance(course: Course, name: str) -> Tried:
         what=f"requests of all RPCs with cancels, cuts, attaches and failing steps ({told})",
         promises=(1, 2, 3, 5, 6),
         count=sum(ends.values()),
-        wrong=some(wrong),
+        wrong=wrong,
     )
 
 
 ENDS = Part(
     name="ends",
     meaning="every way in which a request may end, beside every fault",
-    minutes=45,
     run=run,
 )

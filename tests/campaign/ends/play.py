@@ -100,7 +100,6 @@ async def _try(
 
 
 def _check(outcome: Outcome, cell: Cell, fault: Fault) -> list[str]:
-    """Check what the caller received."""
     wrong = []
     ways = allowed(cell, fault)
     ends = {"ended": "", "goes on": "", "no end": ""}

@@ -78,7 +78,6 @@ class Stage(Scene):
 
     @property
     def in_process(self) -> bool:
-        """Whether the engine is in this process."""
         return isinstance(self.engine, ScriptedEngine)
 
     def at_step(self, later: int, event: Any) -> None:

@@ -33,7 +33,6 @@ PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure, print and record."""
     for name, part in PARTS.items():
         if name in (options.what or PARTS):
             record.put(part(options), name)
@@ -42,7 +41,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 MEASUREMENT = Measurement(
     name="fleet",
-    about=str(__doc__),
     measure=measure,
     options=(
         option("what", [], "all, if none is given", nargs="*", choices=[*PARTS]),

@@ -64,7 +64,6 @@ class Campaign:
         """Grows by one when a server begins to leave, and by one when it has left."""
 
     def run(self) -> dict[str, Any]:
-        """Run the campaign; returns its record."""
         try:
             with self._resolving():
                 for _ in range(self.servers):

@@ -7,9 +7,9 @@ import itertools
 import random
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -34,7 +34,6 @@ def timed_server(address: str, **options: float) -> ServerProcess:
 
 @contextlib.contextmanager
 def servers(*, count: int, step_ms: tuple[float, ...], **options: int) -> Iterator[list[str]]:
-    """Run servers until they are ready, and yield their addresses."""
     started = [
         timed_server("127.0.0.1:0", step_ms=step_ms[i % len(step_ms)], **options)
         for i in range(count)
@@ -49,7 +48,6 @@ def servers(*, count: int, step_ms: tuple[float, ...], **options: int) -> Iterat
 
 
 def accepted(address: str) -> int:
-    """Return how many requests a server has accepted."""
     with headrace.Client(address) as client:
         return client.control.statistics().engine.requests_accepted
 
@@ -157,17 +155,9 @@ def _round_robin_rate(addresses: list[str], seconds: float, in_flight: int) -> f
                 answer = stub.Generate(rpc.GenerateRequest(spec=spec), timeout=60)
                 ends.append((time.monotonic(), answer.usage.completion_tokens))
 
-        in_threads(in_flight, work)
+        with ThreadPoolExecutor(in_flight) as threads:
+            list(threads.map(work, range(in_flight)))
     return _rate(ends, end - seconds * 0.8, end)
-
-
-def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run a function in this many concurrent threads, and wait for the last."""
-    threads = [threading.Thread(target=work, args=[i]) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def _rate(ends: list[tuple[float, int]], begin: float, end: float) -> float:

@@ -30,11 +30,8 @@ class PodSettings:
 
     @staticmethod
     def read(deployment: dict[str, Any]) -> PodSettings:
-        """Return the settings of a manifest. It must not let a pod stop before another one is
-        ready.
-
-        Raises:
-            ValueError: it does.
+        """Return the settings of a manifest. Raises ValueError if it lets a pod stop before another
+        one is ready.
         """
         spec = deployment["spec"]
         update = spec["strategy"]["rollingUpdate"]

@@ -56,7 +56,6 @@ def varint(number: int) -> bytes:
 
 
 def packed(numbers: range) -> bytes:
-    """Encode a list of numbers."""
     return b"".join(map(varint, numbers))
 
 

@@ -86,7 +86,6 @@ class Connection:
             at += room
 
     def close(self) -> None:
-        """Close the connection."""
         self._reading.cancel()
         self._writer.transport.abort()
 

@@ -30,8 +30,6 @@ class Run:
         highest: their highest memory during earlier inputs on this server. Growth up to that level
             is not attributed to this input.
         cache_bytes: the KV cache's announced size.
-        answers: the attacker's tally of answers.
-        connections: the number of connections that the attacker opened.
         secrets: the callers whose tokens appeared in the server's log during the run.
         died: what ended during the run: "the server", "the engine", or an empty string.
         recovered_s: how long the server took to recover after the input; None if it did not recover

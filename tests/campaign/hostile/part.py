@@ -13,19 +13,18 @@ criterion (`judging`).
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.pool import Pool
 from pathlib import Path
 
 import grpc
 
 from benchmarks.models import DEMO
-from benchmarks.processes import System
 from tests.campaign.calm import allowed_s, look, told_ms, witnessed
+from tests.campaign.hostile.attacker import attacked
 from tests.campaign.hostile.inputs import CHATS, GROUPS, Group, Input
 from tests.campaign.hostile.judging import (
     ENGINE,
@@ -35,8 +34,9 @@ from tests.campaign.hostile.judging import (
     why_discarded,
 )
 from tests.campaign.hostile.long_model import long_model
-from tests.campaign.hostile.server import ATTACKER, OPERATOR, Server
-from tests.campaign.parts import Course, Part, Tried, some
+from tests.campaign.hostile.server import Server
+from tests.campaign.low_priority import low_priority
+from tests.campaign.parts import Course, Part, Tried
 from tests.campaign.witness.process import Witness
 from tests.campaign.witness.report import Report
 
@@ -86,14 +86,13 @@ class _Place:
 
     Attributes:
         server, witness: both running.
-        attacker: the process that sends the inputs.
         first: memory by process when the server was new, in bytes.
         highest: the highest memory by process since then, in bytes.
     """
 
     server: Server
     witness: Witness
-    attacker: System
+    attacker: Pool
     first: Mapping[str, int]
     highest: dict[str, int] = field(default_factory=dict)
 
@@ -114,7 +113,7 @@ def run(course: Course) -> None:
 def _plan(course: Course, model: str) -> list[tuple[Group, list[Input]]]:
     """Return the inputs to try on a model, by server."""
     if not course.is_cut:
-        return [(group, [i for i in group.inputs if model in i.models]) for group in GROUPS]
+        return [(group, group.inputs) for group in GROUPS]
     if model != "demo":
         return []
     inputs = [one for group in GROUPS for one in group.inputs if one.name in CUT]
@@ -131,11 +130,8 @@ class Attacks:
         self._calm: Report | None = None
 
     def run(self, group: Group, inputs: list[Input]) -> None:
-        """Run the inputs of a group. A new server replaces one that is lost.
-
-        Raises:
-            SystemFailure: a server did not start, or an attacker failed by itself.
-            WitnessError: the server cannot be witnessed.
+        """Run the inputs of a group. A new server replaces one that is lost. Raises SystemFailure,
+        WitnessError.
         """
         todo = inputs
         while todo:
@@ -148,7 +144,7 @@ class Attacks:
                 server,
                 witness,
             ),
-            _attacker(self._course.folder) as attacker,
+            low_priority() as attacker,
         ):
             first = {key: memory.now for key, memory in witness.report().memory.items()}
             place = _Place(server, witness, attacker, first, dict(first))
@@ -180,21 +176,12 @@ class Attacks:
     def _once(self, one: Input, place: _Place, calm: Report) -> Run:
         server, witness = place.server, place.witness
         before, said = server.pids, server.log_bytes()
-        order = {
-            "input": one.name,
-            "target": server.target,
-            "tls_target": server.tls_target,
-            "token": server.token(ATTACKER),
-            "operator": server.token(OPERATOR),
-            "card": asdict(server.card),
-            "seed": f"{self._course.seed}/{one.name}",
-        }
         seconds = one.seconds or self._course.seconds
         seconds = seconds or self._course.either(SECONDS, CUT_SECONDS)
-        place.attacker.load(order, PATIENCE_S)
+        sender = server.attacker(f"{self._course.seed}/{one.name}")
         witness.begin()
-        done = place.attacker.run({"seconds": seconds}, seconds + PATIENCE_S)
-        place.attacker.wake()
+        sending = place.attacker.apply_async(attacked, (one.name, seconds), sender)
+        answers, connections = sending.get(seconds + PATIENCE_S)
         time.sleep(AFTER_S)
         seen = witness.report()
         died = "" if server.pids == before else "the engine" if server.is_alive else "the server"
@@ -207,22 +194,12 @@ class Attacks:
             first=place.first,
             highest=highest,
             cache_bytes=server.cache_bytes,
-            answers=done["answers"],
-            connections=done["connections"],
+            answers=answers,
+            connections=connections,
             secrets=tuple(server.told_secrets(said)),
             died=died,
             recovered_s=None if died else _recovered(server, witness, calm),
         )
-
-
-@contextmanager
-def _attacker(folder: Path) -> Iterator[System]:
-    module, log = "tests.campaign.hostile.attacker", folder / "attacker.log"
-    system = System("attacker", module, sys.executable, log, {})
-    try:
-        yield system
-    finally:
-        system.end(5.0)
 
 
 def _recovered(server: Server, witness: Witness, calm: Report) -> float | None:
@@ -254,13 +231,12 @@ def _row(name: str, one: Input, run: Run, found: list[str], why_not: str | None)
         promises=(*PROMISES, 10) if one.stranger else PROMISES,
         count=sum(run.answers.values()),
         worst=worst,
-        wrong=some(found),
+        wrong=found,
         not_judged="" if why_not is None else f"{why_not}, in each of its runs",
     )
 
 
 def _answers(answers: Mapping[str, int]) -> str:
-    """Format the most frequent answers and their counts."""
     shown = sorted(answers.items(), key=lambda pair: -pair[1])
     told = [f"{number:,} {what}" for what, number in shown[:ANSWERS_SHOWN]]
     if len(shown) > ANSWERS_SHOWN:
@@ -278,7 +254,6 @@ def _waits(report: Report) -> str:
 HOSTILE = Part(
     name="hostile",
     meaning="inputs that nobody should send, each beside a witness, on two models",
-    minutes=25,
     run=run,
     has_calm=False,
 )

@@ -8,13 +8,13 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import grpc
 from google.rpc import code_pb2, status_pb2
 from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1.model_service_pb2 import ModelCard
 
 from service.convert.inputs import MIN_MOST_TEXT_BYTES, TEXT_BYTES_OF_TOKEN
 from service.servicers.model_servicer import MIN_MOST_TOKENS
@@ -25,14 +25,12 @@ MODEL = "/headrace.v1.ModelService/"
 CONTROL = "/headrace.v1.ControlService/"
 HEALTH = "/grpc.health.v1.Health/"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-STREAMED = frozenset(
-    {
-        GENERATION + "GenerateStream",
-        HEALTH + "Watch",
-        CONTROL + "WatchStatistics",
-    }
-)
-SESSIONS = frozenset({GENERATION + "StreamResult", REFLECTION})
+GENERATE, STREAM = GENERATION + "Generate", GENERATION + "GenerateStream"
+SESSION, CANCEL = GENERATION + "StreamResult", GENERATION + "Cancel"
+ADD, GET = GENERATION + "AddRequest", GENERATION + "GetResult"
+TOKENIZE, DETOKENIZE = MODEL + "Tokenize", MODEL + "Detokenize"
+STREAMED = frozenset({STREAM, HEALTH + "Watch", CONTROL + "WatchStatistics"})
+SESSIONS = frozenset({SESSION, REFLECTION})
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", -1),
@@ -51,45 +49,22 @@ GZIP_BYTES = 64 << 10
 _INDEX = re.compile(r"\[\d+\]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """What an attacker knows of the server.
-
-    Attributes:
-        context, vocabulary: sizes in tokens.
-        limit: the largest message that the server accepts, in bytes.
-        choices, logprobs, logit_bias, stop_strings, stop_string_bytes: the limits of one request.
-    """
-
-    context: int
-    vocabulary: int
-    limit: int
-    choices: int
-    logprobs: int
-    logit_bias: int
-    stop_strings: int
-    stop_string_bytes: int
-
-
 class Sender:
     """One attacker's connections and its tally of answers.
 
     Attributes:
-        target: the server's gRPC target.
         tls_target: the server's TCP address with TLS; empty if it has none.
         token: the attacker's token; empty for a stranger.
         operator: a token that may call ControlService.
-        card: the server's limits.
+        card: the model's card, and `limits`, the server's limits on it.
         source: the random generator for everything that is drawn.
-        tally: the number of calls by answer.
-        connections: the number of connections opened.
         channel: the default connection of all calls.
     """
 
     def __init__(
         self,
         target: str,
-        card: Card,
+        card: ModelCard,
         *,
         token: str = "",
         operator: str = "",
@@ -101,6 +76,7 @@ class Sender:
         self.token = token
         self.operator = operator
         self.card = card
+        self.limits = card.limits
         self.source = random.Random(seed)
         self.tally: Counter[str] = Counter()
         self.connections = 0
@@ -110,16 +86,15 @@ class Sender:
     @property
     def below(self) -> int:
         """A payload size that keeps a message just below the server's size limit."""
-        return self.card.limit - (4 << 10)
+        return self.limits.max_message_bytes - (4 << 10)
 
     @property
     def above(self) -> int:
         """A payload size far above the server's size limit."""
-        return min(4 * self.card.limit, self.card.limit + (4 << 20))
+        return min(4 * self.limits.max_message_bytes, self.limits.max_message_bytes + (4 << 20))
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The sizes `below` and `above`."""
         return self.below, self.above
 
     @property
@@ -127,19 +102,19 @@ class Sender:
         """The length in bytes of the longest text that the server accepts within the message size
         limit.
         """
-        return min(self.below, max(MIN_MOST_TEXT_BYTES, TEXT_BYTES_OF_TOKEN * self.card.context))
+        return min(
+            self.below,
+            max(MIN_MOST_TEXT_BYTES, TEXT_BYTES_OF_TOKEN * self.limits.max_context_tokens),
+        )
 
     @property
     def most_ids(self) -> int:
         """The most ids that the server detokenizes within the message size limit."""
-        return min(self.below // 3, max(MIN_MOST_TOKENS, self.card.context))
+        return min(self.below // 3, max(MIN_MOST_TOKENS, self.limits.max_context_tokens))
 
     def connect(self, *more: tuple[str, int], certificate: bytes | None = None) -> grpc.aio.Channel:
-        """Return a new channel. It connects on first use and stays open until `close`.
-
-        Args:
-            more: further options of the channel.
-            certificate: the server's, to connect by TLS.
+        """Return a new channel, with more options. It connects on first use and stays open until
+        `close`. certificate: the server's, to connect by TLS.
         """
         self.connections += 1
         options = [*OPTIONS, ("headrace.number", self.connections), *more]
@@ -157,7 +132,6 @@ class Sender:
         return [("authorization", f"Bearer {token}")] if token else []
 
     def count(self, what: str, number: int = 1) -> None:
-        """Add an answer to the tally."""
         known = what in self.tally or len(self.tally) < KEPT_KINDS
         self.tally[what if known else "other answers"] += number
 
@@ -183,14 +157,8 @@ class Sender:
         """Send one message and read all answers. Returns how the call ended and its first answer;
         only a cancelled call is tallied here.
 
-        Args:
-            method: the RPC's path.
-            raw: the message.
-            gzip: whether to compress it.
-            token: the bearer token; None for the attacker's own, empty for none.
-            channel: the connection; None for the default one.
-            patience_s: the call's timeout.
-            metadata: additional metadata.
+        token: None for the attacker's own, empty for none. channel: None for the default one.
+        patience_s: the call's timeout.
         """
         metadata = [*metadata, *self.credentials(token)]
         options: dict[str, Any] = {"metadata": metadata, "timeout": patience_s}
@@ -233,22 +201,14 @@ class Sender:
         self,
         messages: Iterable[bytes],
         *,
-        method: str = GENERATION + "StreamResult",
+        method: str = SESSION,
         read: bool = True,
         stay: bool = False,
-        token: str | None = None,
         channel: grpc.aio.Channel | None = None,
-        heard: Callable[[bytes], None] | None = None,
     ) -> None:
-        """Send messages on one stream and tally how it ended.
-
-        Args:
-            messages: sent as fast as the server accepts them.
-            method: the RPC's path.
-            read: whether to read the answers.
-            stay: whether to keep the stream open after the last message.
-            token, channel: as in `call`.
-            heard: called with each received message.
+        """Send messages on one stream, as fast as the server accepts them, and tally how it ended.
+        read: whether the answers are read. stay: whether the stream stays open after the last
+        message.
         """
 
         async def sent() -> AsyncIterator[bytes]:
@@ -260,15 +220,13 @@ class Sender:
                 await asyncio.Event().wait()
 
         via: Any = channel or self.channel
-        call = via.stream_stream(method)(sent(), metadata=self.credentials(token))
+        call = via.stream_stream(method)(sent(), metadata=self.credentials())
         came = 0
         try:
             if not read:
                 await asyncio.Event().wait()
-            async for message in call:
+            async for _ in call:
                 came += 1
-                if heard is not None:
-                    heard(message)
             self.count("OK")
         except grpc.aio.AioRpcError as error:
             self.count(told(error))
@@ -281,7 +239,6 @@ class Sender:
                 self.count("messages of sessions", came)
 
     async def crowd(self, number: int, one: Callable[[int], Awaitable[object]]) -> None:
-        """Run `number` coroutines concurrently."""
         await asyncio.gather(*(one(index) for index in range(number)))
 
     async def again(self, number: int, one: Callable[[int], Awaitable[object]]) -> None:
@@ -303,7 +260,6 @@ class Sender:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections."""
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
 

@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -23,7 +24,7 @@ from headrace.v1 import model_service_pb2 as model
 
 from benchmarks.processes import SystemFailure
 from benchmarks.rig.serving import BIN, process
-from tests.campaign.hostile.sending import CONTROL, MODEL, Card, Sender
+from tests.campaign.hostile.sending import CONTROL, MODEL, Sender
 from tests.service.certificates import make_certificate
 from tests.service.real_server import clean_environment
 
@@ -46,7 +47,7 @@ class Server:
         target: its address without TLS.
         health_target: its address for health checks only.
         tls_target: its TCP address with TLS; empty if it has none.
-        card: its limits.
+        card: its model's, with the server's limits.
         cache_bytes: the KV cache's announced size.
     """
 
@@ -61,13 +62,9 @@ class Server:
     ) -> None:
         """Start the process, wait until it is ready, and read its limits. Raises SystemFailure.
 
-        Args:
-            model: the model's directory.
-            folder: where the log, the callers file, the tokens and the socket are written.
-            tls: whether the server uses TLS on a TCP address; it then has a Unix socket without
-                TLS.
-            more: further options of the server.
-            program: the program to run instead of `headrace-server`.
+        folder: where the log, the callers file and the socket are written. tls: whether it uses TLS
+        on a TCP address; it then has a Unix socket without TLS. more: further options. program:
+        what to run instead of `headrace-server`.
         """
         self.target = self.tls_target = self.health_target = ""
         self.cache_bytes = 0
@@ -81,8 +78,6 @@ class Server:
             listen += ["--tls-cert", str(certificate), "--tls-key", str(key)]
         self._callers = folder / "callers.toml"
         self.grant(tuple(SERVICES))
-        for name in SERVICES:
-            _write_secret(self.token_file(name), self._tokens[name])
         self._log = folder / "server.log"
         self._stack = contextlib.ExitStack()
         found = self._stack.enter_context(
@@ -122,52 +117,44 @@ class Server:
 
     @property
     def certificate(self) -> bytes:
-        """The current certificate."""
         return (self._folder / "cert.pem").read_bytes()
 
     def renew_certificate(self) -> bytes:
-        """Replace the server's certificate and key, and return the new certificate."""
         new = self._folder / "new"
         new.mkdir(exist_ok=True)
         for path in make_certificate(new):
             path.replace(self._folder / path.name)
         return self.certificate
 
-    def token_file(self, name: str) -> Path:
-        """Return the path of the file with a caller's token."""
-        return self._folder / f"{name}.token"
-
     def token(self, name: str) -> str:
-        """Return a caller's token."""
         return self._tokens[name]
 
-    def sender(self, *, seed: str = "") -> Sender:
+    def attacker(self, seed: str) -> dict[str, Any]:
+        """Return the arguments of the attacker's own sender."""
+        return {
+            "target": self.target,
+            "card": self.card,
+            "token": self.token(ATTACKER),
+            "operator": self.token(OPERATOR),
+            "tls_target": self.tls_target,
+            "seed": seed,
+        }
+
+    def sender(self, seed: str = "") -> Sender:
         """Return the attacker's own sender; call it within an event loop."""
-        return Sender(
-            self.target,
-            self.card,
-            token=self.token(ATTACKER),
-            operator=self.token(OPERATOR),
-            tls_target=self.tls_target,
-            seed=seed,
-        )
+        return Sender(**self.attacker(seed))
 
     def call(self, method: str, raw: bytes, caller: str = "", *, target: str = "") -> bytes:
-        """Make a call and return its answer. Raises RpcError.
-
-        Args:
-            method: the RPC's path.
-            raw: the message.
-            caller: whose token is sent; empty for none.
-            target: another address that leads to the server.
+        """Make a call and return its answer. Raises RpcError. caller: whose token is sent; empty
+        for none. target: another address that leads to the server.
         """
         metadata = [("authorization", f"Bearer {self.token(caller)}")] if caller else []
         with grpc.insecure_channel(target or self.target) as channel:
             answer: bytes = channel.unary_unary(method)(raw, metadata=metadata, timeout=CALL_S)
         return answer
 
-    def _read_limits(self) -> Card:
-        """Read where it listens, and return its limits. Raises SystemFailure."""
+    def _read_limits(self) -> model.ModelCard:
+        """Read where it listens, and return its model's card. Raises SystemFailure."""
         text = self.log()
         [found] = _LISTENING.findall(text)
         for address in found.split(", "):
@@ -185,7 +172,7 @@ class Server:
             answer = self.call(MODEL + "GetModel", b"", WITNESS)
         except grpc.RpcError as error:
             raise SystemFailure(f"the server did not tell its limits: {error}") from error
-        return limits_of(model.GetModelResponse.FromString(answer).model)
+        return model.GetModelResponse.FromString(answer).model
 
     @property
     def pids(self) -> dict[str, int]:
@@ -201,7 +188,6 @@ class Server:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is running."""
         return self._process.poll() is None
 
     def log(self, since: int = 0) -> str:
@@ -209,7 +195,6 @@ class Server:
         return self._log.read_bytes()[since:].decode(errors="replace")
 
     def log_bytes(self) -> int:
-        """Return the length of the log in bytes."""
         return self._log.stat().st_size
 
     def told_secrets(self, since: int) -> list[str]:
@@ -238,23 +223,7 @@ class Server:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Stop the process, whatever it is doing."""
         self._stack.close()
-
-
-def limits_of(card: model.ModelCard) -> Card:
-    """Read an attacker's knowledge of the server from the model's card."""
-    limits = card.limits
-    return Card(
-        context=limits.max_context_tokens,
-        vocabulary=card.vocab_size,
-        limit=limits.max_message_bytes,
-        choices=limits.max_choices,
-        logprobs=limits.max_logprobs,
-        logit_bias=limits.max_logit_bias,
-        stop_strings=limits.max_stop_strings,
-        stop_string_bytes=limits.max_stop_string_bytes,
-    )
 
 
 def _write_secret(path: Path, text: str) -> None:

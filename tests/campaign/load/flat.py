@@ -50,7 +50,6 @@ class Watch:
                 self.samples[name].append(sample)
 
     def close(self) -> None:
-        """Stop sampling."""
         self._over.set()
         self._thread.join()
 

@@ -24,6 +24,10 @@ MOST_OPEN = 400
 PATIENCE_S = 120.0
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}'
 PREFIX = "Once upon a time there was a small house by the river, and in it lived an old man. " * 12
+CHAT = {
+    "messages": [{"role": pb.CHAT_ROLE_USER, "content": "What is the weather?"}],
+    "tools": [{"name": "weather", "parameters_json": SCHEMA}],
+}
 SHARED = "A story that many begin with: "
 
 
@@ -32,8 +36,6 @@ class Load:
 
     Attributes:
         tally: the number of requests by how they ended.
-        sent: the number of requests sent.
-        kinds: the number of requests by kind.
     """
 
     def __init__(self, sender: Sender, source: random.Random) -> None:
@@ -42,13 +44,12 @@ class Load:
         self._sender = sender
         self._metadata = sender.credentials()
         self._stub: Any = GenerationServiceStub(sender.channel)
-        self._source = source
+        self.source = source
         self._open: set[asyncio.Task[None]] = set()
         self._number = 0
 
     @property
     def sent(self) -> int:
-        """The number of requests sent."""
         return sum(self.kinds.values())
 
     async def run(self, seconds: float) -> None:
@@ -59,7 +60,7 @@ class Load:
             if now < due:
                 await asyncio.sleep(min(due - now, ends - now))
                 continue
-            due += self._source.expovariate(RATE)
+            due += self.source.expovariate(RATE)
             if len(self._open) >= MOST_OPEN:
                 self.tally["not sent: too many are open"] += 1
                 continue
@@ -71,7 +72,7 @@ class Load:
             self.tally["stuck"] += len(late)
 
     async def _one(self) -> None:
-        name = self._source.choice(list(KINDS))
+        name = self.source.choice(list(KINDS))
         self.kinds[name] += 1
         try:
             await KINDS[name](self)
@@ -82,7 +83,7 @@ class Load:
             self.tally["cancelled by its caller"] += 1
 
     def _spec(self, text: str = "", **more: Any) -> pb.GenerationSpec:
-        source = self._source
+        source = self.source
         more.setdefault("stop", {"max_tokens": source.randint(2, 24)})
         if "chat" not in more:
             more["text"] = {"text": text or f"The {source.choice('abcdefgh')} "}
@@ -93,7 +94,6 @@ class Load:
         return f"load-{self._number}"
 
     async def generate(self, **more: Any) -> None:
-        """Send a request whose answer is not streamed."""
         await self._stub.Generate(
             rpc.GenerateRequest(spec=self._spec(**more)), metadata=self._metadata
         )
@@ -115,14 +115,13 @@ class Load:
         for name in names:
             spec = self._spec(request_id=name)
             await call.write(rpc.StreamResultRequest(add=rpc.AddCommand(spec=spec)))
-        cancel = rpc.CancelCommand(request_id=self._source.choice(names))
+        cancel = rpc.CancelCommand(request_id=self.source.choice(names))
         await call.write(rpc.StreamResultRequest(cancel=cancel))
         await call.done_writing()
         async for _ in call:
             pass
 
     async def added(self) -> None:
-        """Call AddRequest and read the result."""
         spec = self._spec(request_id=self._name())
         await self._stub.AddRequest(rpc.AddRequestRequest(spec=spec), metadata=self._metadata)
         question = rpc.GetResultRequest(
@@ -134,26 +133,8 @@ class Load:
         """Read a stream on a separate connection that is closed midway."""
         with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
             async with self._sender.connect() as channel:
-                async with asyncio.timeout(self._source.random() * 0.3):
+                async with asyncio.timeout(self.source.random() * 0.3):
                     await self.stream(channel=channel, stop={"max_tokens": 200})
-
-
-async def _cancelled(load: Load) -> None:
-    await load.stream(most=load._source.randint(1, 5), stop={"max_tokens": 100})
-
-
-async def _grammar(load: Load) -> None:
-    await load.generate(structured_output={"json_schema": SCHEMA})
-
-
-async def _tools(load: Load) -> None:
-    message = {"role": pb.CHAT_ROLE_USER, "content": "What is the weather?"}
-    tool = {"name": "weather", "parameters_json": SCHEMA}
-    await load.stream(chat={"messages": [message], "tools": [tool]})
-
-
-async def _prefix(load: Load) -> None:
-    await load.stream(text=SHARED + PREFIX + str(load._source.randint(0, 5)))
 
 
 KINDS: dict[str, Callable[[Load], Awaitable[None]]] = {
@@ -162,8 +143,10 @@ KINDS: dict[str, Callable[[Load], Awaitable[None]]] = {
     "sessions": Load.session,
     "AddRequest": Load.added,
     "disconnected": Load.disconnected,
-    "cancelled": _cancelled,
-    "grammars": _grammar,
-    "tools": _tools,
-    "shared prefixes": _prefix,
+    "cancelled": lambda load: load.stream(most=load.source.randint(1, 5), stop={"max_tokens": 100}),
+    "grammars": lambda load: load.generate(structured_output={"json_schema": SCHEMA}),
+    "tools": lambda load: load.stream(chat=CHAT),
+    "shared prefixes": lambda load: load.stream(
+        text=SHARED + PREFIX + str(load.source.randint(0, 5))
+    ),
 }

@@ -14,7 +14,7 @@ from tests.campaign.calm import beside
 from tests.campaign.load.flat import Sample, Watch, growth, not_flat
 from tests.campaign.load.mixed import KINDS, Load
 from tests.campaign.load.traced import MOST_BYTES, bytes_per_request
-from tests.campaign.parts import Course, Part, Tried, some
+from tests.campaign.parts import Course, Part, Tried
 
 SECONDS, CUT_SECONDS = 1200.0, 10.0
 REQUESTS, CUT_REQUESTS = 2000, 200
@@ -24,7 +24,6 @@ EXPECTED = ("OK", "CANCELLED (bare)", "cancelled by its caller")
 
 
 def run(course: Course) -> None:
-    """Run both measurements."""
     if course.is_wanted("traced"):
         course.add(traced(course.either(REQUESTS, CUT_REQUESTS)))
     if course.is_wanted("mixed"):
@@ -34,16 +33,14 @@ def run(course: Course) -> None:
 def traced(count: int) -> Tried:
     """Measure the bytes that each request leaves behind, as counted by the allocator."""
     found = asyncio.run(bytes_per_request(count))
-    wrong = []
-    if found > MOST_BYTES:
-        wrong.append(f"{found:.0f} bytes stay of each, above {MOST_BYTES:.0f}")
+    is_much = found > MOST_BYTES
     return Tried(
         name="traced",
         what="requests by every RPC, some cancelled: what stays of each in the front end",
         promises=(7,),
         count=4 * count,
         worst=f"{found:.0f} bytes of each request",
-        wrong=tuple(wrong),
+        wrong=[f"{found:.0f} bytes stay of each, above {MOST_BYTES:.0f}"] if is_much else (),
     )
 
 
@@ -87,7 +84,7 @@ def mixed(course: Course) -> Tried:
         promises=(1, 2, 3, 4, 5, 7, 11),
         count=load.sent,
         worst=f"{told}; {there.gap}",
-        wrong=some(wrong),
+        wrong=wrong,
     )
 
 
@@ -99,7 +96,6 @@ def _shown(samples: list[Sample]) -> tuple[float, float, float]:
 LOAD = Part(
     name="load",
     meaning="what stays the same while everything else goes on: memory, threads, files",
-    minutes=23,
     run=run,
     has_calm=False,
 )

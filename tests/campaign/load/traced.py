@@ -24,7 +24,6 @@ MOST_BYTES = 100.0
 
 
 async def bytes_per_request(count: int) -> float:
-    """Return how many bytes each of `count` requests leaves behind."""
     engine = FakeEngine(script=says("some words"))
     async with serving(engine, result_retention_s=0) as h:
         await _round(h, engine, 200)

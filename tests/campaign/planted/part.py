@@ -15,7 +15,7 @@ import time
 from benchmarks.processes import ROOT
 from tests.campaign.calm import WORST_S, witnessed
 from tests.campaign.hostile import encoding as wire
-from tests.campaign.hostile.sending import GENERATION
+from tests.campaign.hostile.sending import GENERATE
 from tests.campaign.hostile.server import ATTACKER, Server
 from tests.campaign.parts import Course, Part, Tried
 from tests.campaign.planted.plants import LOG, PLANTS, STALLING, WITNESS, Plant
@@ -28,7 +28,6 @@ AFTER_S = 0.6
 
 
 def run(course: Course) -> None:
-    """Try each plant."""
     for plant in PLANTS.values():
         if course.is_wanted(plant.name) and (plant.in_cut or not course.is_cut):
             course.add(planted(plant))
@@ -46,7 +45,7 @@ def planted(plant: Plant) -> Tried:
         promises=plant.promises,
         count=1,
         worst=f"caught by {by}" if not wrong else "",
-        wrong=tuple(wrong),
+        wrong=wrong,
     )
 
 
@@ -101,7 +100,6 @@ def _gap(program: list[str] | None) -> str:
 
 
 def _secrets(program: list[str] | None) -> str:
-    """Return whose tokens appear in the log."""
     with witnessed(program=program) as (server, _):
         _send(server)
         time.sleep(AFTER_S)
@@ -111,13 +109,12 @@ def _secrets(program: list[str] | None) -> str:
 
 def _send(server: Server) -> None:
     raw = wire.request(STALLING, stop={"max_tokens": 2})
-    server.call(GENERATION + "Generate", raw, ATTACKER)
+    server.call(GENERATE, raw, ATTACKER)
 
 
 PLANTED = Part(
     name="planted",
     meaning="faults that are put in on purpose, each of which must be caught",
-    minutes=8,
     run=run,
     has_calm=False,
 )

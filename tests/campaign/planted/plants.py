@@ -26,9 +26,7 @@ class Plant:
     """A planted fault.
 
     Attributes:
-        name: its name in the record.
         promises: the promises that it breaks.
-        what: a one-line description.
         at: what it exchanges, as "module:name" or "module:Class.name"; of several, one after the
             other.
         exchange: takes what is right and returns what is put in its place.

@@ -10,7 +10,6 @@ from tests.campaign.planted.plants import PLANTS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option `--plant`."""
     parser.addoption("--plant", choices=list(PLANTS), help="the fault to put in")
 
 

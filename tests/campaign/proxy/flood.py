@@ -33,8 +33,6 @@ class Sent:
     """What was sent.
 
     Attributes:
-        bytes: the number of frame bytes sent.
-        connections: the number of connections opened.
         is_capped: whether sending stopped because a process used too much memory.
     """
 
@@ -44,12 +42,9 @@ class Sent:
 
 
 def flood(port: int, block: bytes, seconds: float, growth: Callable[[], int]) -> Sent:
-    """Send until time is up or everything has been sent; then close all connections.
-
-    Args:
-        port: the port on 127.0.0.1.
-        block: each frame's content: whole header fields.
-        growth: returns the largest memory growth of a process, in bytes.
+    """Send until time is up or everything has been sent; then close all connections. block: each
+    frame's content, whole header fields. growth: returns the largest memory growth of a process, in
+    bytes.
     """
     head = HELLO + HeadersFrame(1, block).serialize()
     more = ContinuationFrame(1, block).serialize()

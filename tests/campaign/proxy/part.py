@@ -24,7 +24,7 @@ from benchmarks.rig.serving import Process
 from tests.campaign.hostile.judging import STRANGERS_BYTES
 from tests.campaign.hostile.sending import MODEL, told
 from tests.campaign.hostile.server import WITNESS, Server
-from tests.campaign.parts import Course, Part, Tried, some
+from tests.campaign.parts import Course, Part, Tried
 from tests.campaign.proxy.flood import BLOCKS, flood
 from tests.campaign.witness.memory import Watched
 
@@ -48,11 +48,7 @@ def run(course: Course) -> None:
 
 
 def flooded(course: Course, way: str, kind: str) -> Tried:
-    """Flood a new server and return the row.
-
-    Raises:
-        SystemFailure: the server or Envoy did not start.
-    """
+    """Flood a new server and return the row. Raises SystemFailure if it or Envoy did not start."""
     with closing(Server(DEMO, course.folder)) as server, _before(server, way, course) as before:
         pids = {name.replace("_", " "): pid for name, pid in server.pids.items()}
         if before is not None:
@@ -85,7 +81,7 @@ def flooded(course: Course, way: str, kind: str) -> Tried:
         kind,
         count=sent.connections,
         worst=f"{sent.bytes / 1e6:,.0f} MB sent: {grown}{stopped}",
-        wrong=some(wrong),
+        wrong=wrong,
         not_judged=LACK if way == STRAIGHT else "",
     )
 
@@ -128,7 +124,6 @@ def _answer(server: Server, port: int) -> str:
 PROXY = Part(
     name="proxy",
     meaning="headers without an end, straight to the server and through the proxy of deploy/",
-    minutes=1,
     run=run,
     has_calm=False,
     in_cut=False,

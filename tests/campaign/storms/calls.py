@@ -14,7 +14,7 @@ import grpc
 
 from benchmarks.measures import quantile
 from tests.campaign.hostile import encoding as wire
-from tests.campaign.hostile.sending import GENERATION, Sender, told
+from tests.campaign.hostile.sending import GENERATE, STREAM, Sender, told
 from tests.campaign.hostile.server import Server
 from tests.campaign.storms.storm import Found, storm
 from tests.service.helpers import Refused as refusal
@@ -58,7 +58,6 @@ class Crowd:
         self._began = 0.0
 
     async def run(self, s: Sender, calls: int, connections: int) -> Found:
-        """Run all calls and judge them."""
         channels = [s.connect() for _ in range(connections)]
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
         self._began = time.monotonic()
@@ -83,9 +82,7 @@ class Crowd:
 
     async def _try(self, s: Sender, channel: Any, raw: bytes) -> Refused | str:
         try:
-            await channel.unary_unary(GENERATION + "Generate")(
-                raw, metadata=s.credentials(), timeout=PATIENCE_S
-            )
+            await channel.unary_unary(GENERATE)(raw, metadata=s.credentials(), timeout=PATIENCE_S)
         except grpc.aio.AioRpcError as error:
             advice = refusal(error).details.get("RetryInfo")
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or advice is None:
@@ -145,7 +142,7 @@ async def non_readers(server: Server, s: Sender, count: int) -> Found:
     calls = []
     for _ in range(count):
         channel: Any = s.connect(("grpc.http2.lookahead_bytes", 0))
-        stream = channel.unary_stream(GENERATION + "GenerateStream")
+        stream = channel.unary_stream(STREAM)
         calls.append(stream(raw, metadata=s.credentials()))
     await asyncio.sleep(UNREAD_S)
     still = sum(not call.done() for call in calls)

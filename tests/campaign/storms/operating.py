@@ -13,7 +13,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from tests.campaign.hostile import encoding as wire
-from tests.campaign.hostile.sending import GENERATION, Sender
+from tests.campaign.hostile.sending import GENERATE, Sender
 from tests.campaign.hostile.server import ATTACKER, OPERATOR, WITNESS, Server
 from tests.campaign.storms.storm import Found, storm
 from tests.service.helpers import Session, spec
@@ -27,7 +27,7 @@ async def _call(
     s: Sender, token: str, channel: grpc.aio.Channel | None = None, patience_s: float = 30.0
 ) -> str:
     found, _ = await s.called(
-        GENERATION + "Generate",
+        GENERATE,
         wire.request("a", stop={"max_tokens": 3}),
         token=token,
         channel=channel,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.campaign.calm import beside
-from tests.campaign.parts import Course, Part, Tried, some
+from tests.campaign.parts import Course, Part, Tried
 from tests.campaign.storms import calls, operating
 from tests.campaign.storms.storm import ROWS, Found, Storm
 
@@ -18,7 +18,6 @@ __all__ = ["ROWS", "STORMS", "calls", "operating"]
 
 
 def run(course: Course) -> None:
-    """Run each storm."""
     for row in ROWS:
         size = course.either(row.whole, row.cut)
         if size is not None and course.is_wanted(row.name):
@@ -40,14 +39,13 @@ def _stormed(course: Course, row: Storm, size: int) -> Tried:
         promises=row.promises,
         count=count,
         worst="; ".join(filter(None, (worst, f"{there.gap}, {there.health}"))),
-        wrong=some(wrong),
+        wrong=wrong,
     )
 
 
 STORMS = Part(
     name="storms",
     meaning="many at once, and what an operator changes meanwhile",
-    minutes=8,
     run=run,
     has_calm=False,
 )

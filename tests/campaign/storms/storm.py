@@ -19,9 +19,7 @@ class Storm:
 
     Attributes:
         name, what, promises: as of a row.
-        run: runs it, of a given size.
         whole, cut: its size in full and in the cut; None if the cut does not include it.
-        tls: whether the server uses TLS.
     """
 
     name: str

@@ -13,7 +13,6 @@ class Watched:
     """A process whose memory is watched.
 
     Attributes:
-        pid: the process id.
         start, peak, now: as in `Memory`.
     """
 
@@ -24,18 +23,15 @@ class Watched:
     _mark: int = 0
 
     def begin(self) -> None:
-        """Begin a new window."""
         self.now, self._mark = resident(self.pid)
         self.start = self.peak = self.now
 
     def sample(self) -> None:
-        """Read the current memory and update the peak."""
         self.now, mark = resident(self.pid)
         self.peak = max(self.peak, self.now)
         if mark > self._mark:  # the peak lay between two samples
             self.peak = max(self.peak, mark)
 
     def memory(self) -> Memory:
-        """Return the current figures."""
         self.sample()
         return Memory(self.pid, self.start, self.now, self.peak)

@@ -45,13 +45,10 @@ class Plan:
     """The settings of a witness.
 
     Attributes:
-        target: the server's gRPC target.
         health_target: the address for health checks; None for `target`.
         token: a bearer token; None to send none.
         prompt: the prompt of its requests, which it also tokenizes.
-        tokens: the number of tokens of each request.
         pids: the processes whose memory is watched, by name.
-        ready_s: how long to wait for the server to be ready.
     """
 
     target: str
@@ -92,7 +89,6 @@ class Observer:
         self._refusals: Counter[str] = Counter()
 
     def report(self) -> Report:
-        """Return the report of the current window."""
         now, timer = time.monotonic(), self._timer
         return Report(
             seconds=now - self._began,
@@ -262,10 +258,8 @@ def named(error: grpc.aio.AioRpcError) -> str:
 
 @asynccontextmanager
 async def observing(plan: Plan) -> AsyncIterator[Observer]:
-    """Yield an observer that has learned the expected results and keeps watching.
-
-    Raises:
-        WitnessError: there is no server, or it cannot be witnessed.
+    """Yield an observer that has learned the expected results and keeps watching. Raises
+    WitnessError if there is no server, or it cannot be witnessed.
     """
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with contextlib.AsyncExitStack() as stack:
@@ -298,7 +292,6 @@ async def observing(plan: Plan) -> AsyncIterator[Observer]:
 
 
 async def _until_ready(plan: Plan, channel: grpc.aio.Channel) -> None:
-    """Wait until the model is loaded."""
     stub: Any = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service="headrace.v1.GenerationService")
     status = "it does not answer"

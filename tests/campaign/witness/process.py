@@ -1,23 +1,22 @@
 """A well-behaved caller in a separate process that reports what it sees while something is tried.
 
-    test or campaign ──"begin", "report"──▶ python -m tests.campaign.witness ──▶ server
+    test or campaign ──"begin", "report"──▶ the witness's process ──────▶ server
                      ◀─────reports────────   streams greedy tokens, tokenizes, asks health
 
-`Witness` starts it and asks for its reports. To run it by hand, see
-`python -m tests.campaign.witness --help`. It needs only the `headrace` package.
+It needs only the `headrace` package.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import sys
+import multiprocessing
+import os
 from collections.abc import Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, Self
 
-from benchmarks.processes import System, SystemFailure
+from tests.campaign.witness.probes import Plan, observing
 from tests.campaign.witness.report import Report, WitnessError
 
 PATIENCE_S = 120.0
@@ -40,84 +39,76 @@ class Witness:
     and the report shows that stall.
     """
 
-    def __init__(
-        self,
-        target: str,
-        pids: Mapping[str, int],
-        *,
-        health_target: str | None = None,
-        token_file: Path | None = None,
-        tokens: int = 500,
-        prompt: str | None = None,
-    ) -> None:
-        """Store the settings without starting anything.
+    def __init__(self, target: str, pids: Mapping[str, int], **more: Any) -> None:
+        """Store the settings without starting anything. `more`: as of a `Plan`."""
+        processes = multiprocessing.get_context("spawn")
+        self._pipe, self._theirs = processes.Pipe()
+        plan = Plan(target=target, pids=pids, **more)
+        self._process = processes.Process(target=_watch, args=(plan, self._theirs), daemon=True)
 
-        Args:
-            target: the server's gRPC target, without TLS.
-            pids: the processes whose memory is watched, by name.
-            health_target: the address for health checks; None for `target`.
-            token_file: a file with a bearer token.
-            tokens: the number of tokens of each request.
-            prompt: the prompt of its requests; None for a few words.
-        """
-        self._words = [target, "--driven", "--tokens", str(tokens)]
-        self._words += [f"--pid={name}={pid}" for name, pid in pids.items()]
-        if health_target is not None:
-            self._words += ["--health-target", health_target]
-        if token_file is not None:
-            self._words += ["--token-file", str(token_file)]
-        if prompt is not None:
-            self._words += ["--prompt", prompt]
-        self._stack = contextlib.ExitStack()
-        self._system: System | None = None
-
-    def __enter__(self) -> Witness:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:
         """Start the process. Returns once the undisturbed runs are over and the witness is
-        watching.
-
-        Raises WitnessError.
+        watching. Raises WitnessError.
         """
-        folder = self._stack.enter_context(TemporaryDirectory(prefix="headrace-witness-"))
-        self._system = System(
-            "the witness", "tests.campaign.witness", sys.executable, Path(folder) / "log", {},
-            words=self._words,
-        )  # fmt: skip
-        self._stack.callback(self._system.end, END_S)
+        self._process.start()
+        self._theirs.close()  # so that its end is the end of the pipe
         try:
-            self._ask("load", "ready")
+            self._answer()
         except BaseException:
             self.close()
             raise
 
     def begin(self) -> None:
         """Begin a new window and discard what was seen so far."""
-        self._ask("begin", "began")
+        self._ask("begin")
 
     def report(self) -> Report:
         """Return the report of the current window. Raises WitnessError if the witness has ended."""
-        return Report.from_json(self._ask("report", "report"))
+        found: Report = self._ask("report")
+        return found
 
     def close(self) -> None:
-        """Stop the process."""
-        self._system = None
-        self._stack.close()
+        self._pipe.close()
+        self._process.join(END_S)
+        self._process.kill()
+        self._process.join()
 
-    def _ask(self, order: str, wanted: str) -> Any:
-        if self._system is None:
-            raise WitnessError("the witness was not started, or was ended")
+    def _ask(self, order: str) -> Any:
+        with contextlib.suppress(OSError):  # it has ended, which its answer tells
+            self._pipe.send(order)
+        return self._answer()
+
+    def _answer(self) -> Any:
         try:
-            return self._system.ask({order: {}}, wanted, PATIENCE_S)
-        except SystemFailure as failure:
-            raise WitnessError(str(failure)) from None
+            if not self._pipe.poll(PATIENCE_S):
+                raise WitnessError(f"the witness gave no answer for {PATIENCE_S:.0f} s")
+            answer = self._pipe.recv()
+        except (EOFError, OSError):
+            raise WitnessError("the witness was not started, or has ended") from None
+        if isinstance(answer, WitnessError):
+            raise answer
+        return answer
+
+
+def _watch(plan: Plan, pipe: Connection) -> None:
+    os.setsid()  # Ctrl-C is for whoever started it to handle
+    try:
+        asyncio.run(_obey(plan, pipe))
+    except WitnessError as error:
+        pipe.send(error)
+
+
+async def _obey(plan: Plan, pipe: Connection) -> None:
+    """Watch, and answer orders, which are methods of the observer, until the pipe ends."""
+    async with observing(plan) as observer:
+        pipe.send("ready")
+        with contextlib.suppress(EOFError):
+            while order := await asyncio.to_thread(pipe.recv):
+                pipe.send(getattr(observer, order)())

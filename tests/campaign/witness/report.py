@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from benchmarks.measures import quantile
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 WORST_KEPT = 8
 """The number of longest waits whose times are kept."""
@@ -28,8 +25,6 @@ class Waits:
     """
 
     count: int = 0
-    p50_s: float = 0.0
-    p99_s: float = 0.0
     worst_s: float = 0.0
     late_s: float = 0.0
 
@@ -39,7 +34,6 @@ class Memory:
     """Resident memory of one process, in bytes.
 
     Attributes:
-        pid: the process id.
         start, now: at the beginning and the end of the window; `now` is 0 if the process is gone.
         peak: the highest in between, from samples, or from the kernel's high-water mark if it rose.
     """
@@ -56,7 +50,6 @@ class Memory:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has ended."""
         return self.now == 0
 
 
@@ -65,8 +58,6 @@ class Report:
     """What a witness saw in one window of time.
 
     Attributes:
-        seconds: the length of the window.
-        tokens: the number of tokens received.
         requests: the number of requests that ended with all their tokens.
         gaps: the waits between two messages with tokens of one request.
         first_tokens: the waits from a request's start to its first token, including refused tries.
@@ -78,8 +69,6 @@ class Report:
         not_serving: the number of health checks that failed or had another answer than SERVING.
         refusals: the number of requests, Tokenize calls and health checks that were refused or
             failed, by code and reason.
-        ticks: how often the witness's timer fired.
-        lag: how late the timer fired.
         memory: the memory of the watched processes, by name.
     """
 
@@ -108,20 +97,6 @@ class Report:
             f"the witness: {self.wrong_tokens} wrong and {self.lost_tokens} lost tokens, "
             f"{self.not_serving} times not SERVING"
         ]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON-serializable dictionary."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(found: Mapping[str, Any]) -> Report:
-        """Restore a report from the result of `as_json`."""
-        waits = {
-            name: Waits(**found[name])
-            for name in ("gaps", "first_tokens", "tokenize", "health", "lag")
-        }
-        memory = {name: Memory(**one) for name, one in found["memory"].items()}
-        return Report(**{**found, **waits, "memory": memory})
 
 
 class Timer:
@@ -162,11 +137,9 @@ class Watch:
         self._open: dict[object, float] = {}
 
     def begin(self, key: object, now: float) -> None:
-        """Begin a wait."""
         self._open[key] = now
 
     def end(self, key: object, now: float) -> None:
-        """End a wait and record it."""
         began = self._open.pop(key)
         self._seconds.append(now - began)
         self._worst.append((now - began, began))
@@ -190,13 +163,9 @@ class Watch:
         if not seconds:
             return Waits()
         length, began = max([*self._worst, *running])
-        return _figures(seconds, timer.latest_within(began, began + length))
+        return Waits(len(seconds), max(seconds), timer.latest_within(began, began + length))
 
 
 def lag_figures(timer: Timer) -> Waits:
-    """Return the timer's lags as waits."""
-    return _figures(timer.lags, max(timer.lags)) if timer.lags else Waits()
-
-
-def _figures(seconds: Sequence[float], late_s: float) -> Waits:
-    return Waits(len(seconds), quantile(seconds, 50), quantile(seconds, 99), max(seconds), late_s)
+    worst_s = max(timer.lags, default=0.0)
+    return Waits(len(timer.lags), worst_s, worst_s)

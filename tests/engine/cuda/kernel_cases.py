@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from engine.attention.interface import AttentionParams, BatchLayout, LayerCache
-from engine.models.description import Activation, NormForm, Routing
-from engine.models.operations import BoundNorm, Heads, KVPlaces
+from engine.models.description import Activation, ClampedGate, NormForm, Routing
+from engine.models.operations import BoundNorm, Gate, Heads, KVPlaces
 from tests.engine.cuda.kernels import Found
 from tests.engine.cuda.watch import ADA, AMPERE, CUDA, HOPPER, Properties
 
@@ -206,6 +207,7 @@ def experts(mixture: Mixture, dtype: torch.dtype, properties: Properties = HOPPE
 
     def run() -> None:
         from engine.models.triton_experts import mix_experts
+        from engine.models.triton_operations import TritonOperations
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=CUDA)
@@ -224,10 +226,12 @@ def experts(mixture: Mixture, dtype: torch.dtype, properties: Properties = HOPPE
             down_proj=matrices(mixture.inner, mixture.width),
             down_proj_bias=zeros(mixture.experts, mixture.width) if biased else None,
         )
-        routing = Routing("gate", "experts", mixture.chosen, True, True, "silu")
+        activation: Gate = ClampedGate(1.702, 7.0) if biased else "silu"
+        routing = Routing("gate", "experts", mixture.chosen, True, True, activation)
+        operations = TritonOperations()
         for tokens in (_REQUESTS, 96 * mixture.experts // mixture.chosen):
             scores = zeros(tokens, mixture.experts)
-            gate: Callable[[torch.Tensor], torch.Tensor] = lambda one: one[:, : mixture.inner]  # noqa: E731
+            gate = partial(operations.gate, activation=activation, gated=True)
             mix_experts(zeros(tokens, mixture.width), scores, module, routing, gate)
 
     where = f"{properties.major}.{properties.minor}"
@@ -290,6 +294,7 @@ def every_case() -> Iterator[Case]:
 AHEAD: dict[str, frozenset[str]] = {
     **dict.fromkeys(("write_kernel", "prefill_kernel"), frozenset()),
     **dict.fromkeys(("add_norm_kernel", "rotate_kernel", "gate_kernel"), frozenset()),
+    "clamped_gate_kernel": frozenset(),
     **dict.fromkeys(("route_kernel", "sort_kernel", "weighted_sum_kernel"), frozenset()),
     "experts_product_kernel": frozenset(),
     "decode_kernel": frozenset({"cu_seqlens", "starts", "table_offsets", "extent", "entries"}),

@@ -21,7 +21,9 @@ from engine.core.engine_core import EngineCore
 from engine.loading.loader import verify_model
 from engine.loading.running import build_runner
 from engine.loading.verified import VerifiedModel
+from engine.models.choosing import describe_steps
 from engine.models.experts import choose_experts
+from engine.models.torch_decoder import TorchDecoder
 from engine.runner.cuda_graph import CapturingBackend
 from engine.scheduler.runner_protocol import PendingStep, SampledTokens
 from engine.scheduler.scheduled_batch import ScheduledBatch
@@ -166,6 +168,7 @@ def engine(
     prepare: Callable[[Engine], None] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     properties: Properties = HOPPER,
+    decoder: str = "own",
     **options: Any,
 ) -> Iterator[Engine]:
     """An engine around a model, which is moved away from the CPU for good. Steps are watched.
@@ -175,6 +178,7 @@ def engine(
         prepare: what is done to the engine before its warm-up.
         dtype: the type to which it is moved.
         properties: those of the device.
+        decoder: "transformers", or "own": ours, if it knows the family.
         options: those of ContinuousBatchingConfig.
     """
     watch = Watch()
@@ -189,14 +193,20 @@ def engine(
             drawn += len(host)
 
     watch.downloads = tokens
+    plan = describe_steps(model.model, CUDA, None, is_packed=False)
     with fake_cuda(watch, properties=properties):
         from engine.attention.triton_backend import TritonAttentionBackend
+        from engine.models.triton_operations import TritonOperations
 
         to_fake_cuda(model.model, dtype)
         backend = TritonAttentionBackend()
         choose_experts(model.model, backend, lambda line: None)
+        ours = None
+        if decoder == "own" and not isinstance(plan, str):
+            ours = TorchDecoder(model.model, plan, TritonOperations(), backend)
         moved = replace(
             model,
+            decoder=ours,
             device=CUDA,
             dtype=dtype,
             backend=backend,

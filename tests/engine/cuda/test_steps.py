@@ -83,6 +83,10 @@ SMALL = {"num_hidden_layers": 1}
 LENGTHENED = ["llama, dynamic", "llama, longrope", "phi3, longrope", "phimoe, longrope"]
 
 
+DECODERS = ("own", "transformers")
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -91,9 +95,10 @@ LENGTHENED = ["llama, dynamic", "llama, longrope", "phi3, longrope", "phimoe, lo
         pytest.param("gpt_oss", {}, marks=pytest.mark.slow),
     ],
 )
-def test_nothing_waits(family: str, changes: dict[str, Any]) -> None:
+def test_nothing_waits(family: str, changes: dict[str, Any], decoder: str) -> None:
     """Steps are replayed, or run as they come where no graph is kept for them."""
-    with engine(verified(family, **changes), max_batch_tokens=64) as rig:
+    with engine(verified(family, **changes), max_batch_tokens=64, decoder=decoder) as rig:
+        assert (rig.model.decoder is not None) == (decoder == "own")
         traffic(rig)
         check(rig)
         stats = rig.core.stats()
@@ -200,23 +205,38 @@ def test_a_planted_item_in_the_sampler_is_caught(monkeypatch: pytest.MonkeyPatch
 
 
 def hooked(rig: Engine, act: Callable[[torch.Tensor], object]) -> None:
-    """Have the model do something with what its last norm gives."""
+    """Have what computes the steps do something with what its last norm gives."""
+    ours: Any = rig.model.decoder
+    if ours is None:
 
-    def hook(module: torch.nn.Module, given: Any, made: torch.Tensor) -> None:
-        act(made)
+        def hook(module: torch.nn.Module, given: Any, made: torch.Tensor) -> None:
+            act(made)
 
-    rig.model.model.base_model.norm.register_forward_hook(hook)
+        rig.model.model.base_model.norm.register_forward_hook(hook)
+        return
+    output = ours.output
+
+    def acting(normed: torch.Tensor) -> torch.Tensor:
+        act(normed)
+        made: torch.Tensor = output(normed)
+        return made
+
+    ours.output = acting
 
 
+@pytest.mark.parametrize("decoder", DECODERS)
 def test_a_wait_in_the_model_is_found_before_anything_is_captured(
-    caplog: pytest.LogCaptureFixture,
+    decoder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And said. Steps then run as they come, where the wait is seen as well."""
 
     def plant(rig: Engine) -> None:
         hooked(rig, lambda made: rig.watch.is_on and made.sum().item())
 
-    with caplog.at_level(logging.WARNING), engine(verified("llama", **SMALL), prepare=plant) as rig:
+    with (
+        caplog.at_level(logging.WARNING),
+        engine(verified("llama", **SMALL), prepare=plant, decoder=decoder) as rig,
+    ):
         assert "_local_scalar_dense waits for the device" in rig.watch.faults[0]
         assert rig.failures == []
         few(rig)
@@ -226,11 +246,12 @@ def test_a_wait_in_the_model_is_found_before_anything_is_captured(
     assert said in caplog.text
 
 
-def test_a_wait_that_only_a_capture_meets_leaves_the_device_as_it_was() -> None:
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_wait_that_only_a_capture_meets_leaves_the_device_as_it_was(decoder: str) -> None:
     def plant(rig: Engine) -> None:
         hooked(rig, lambda made: rig.capture.is_capturing and made.sum().item())
 
-    with engine(verified("llama", **SMALL), prepare=plant) as rig:
+    with engine(verified("llama", **SMALL), prepare=plant, decoder=decoder) as rig:
         few(rig)
         assert rig.capture.captured == rig.capture.replays == 0
         assert not rig.capture.is_capturing

@@ -68,7 +68,7 @@ def joined(model: nn.Module) -> list[set[str]]:
 @pytest.mark.parametrize(
     ("family", "products", "parts"),
     [
-        ("gpt_oss", 3, [{"k_proj", "q_proj", "v_proj"}]),
+        ("granitemoe", 3, [{"k_proj", "q_proj", "v_proj"}]),
         ("bert", 3, [{"key", "query", "value"}]),
         ("olmo", 6, [{"gate_proj", "up_proj"}, {"k_proj", "q_proj", "v_proj"}]),
         ("deepseek_v3", 6, [{"gate_proj", "up_proj"}, {"kv_a_proj_with_mqa", "q_a_proj"}]),
@@ -89,7 +89,7 @@ def test_a_family_outside_the_table(family: str, products: int, parts: list[set[
 
 def test_the_owners_model_is_as_it_was() -> None:
     """But for where its weights are."""
-    model = make("gpt_oss")
+    model = make("granitemoe")
     size, before = held(model), {name: one.clone() for name, one in model.state_dict().items()}
     kinds = [type(one) for one in model.modules()]
     verified = verify(model, [])
@@ -115,7 +115,7 @@ def id_of(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize("in_place", [True, False])
 def test_other_weights_are_computed(in_place: bool) -> None:
     """Those that are written in place, and those that replace the joined ones."""
-    model = make("gpt_oss")
+    model = make("granitemoe")
     verified = verify(model, [])
     layer: Any = model.get_submodule("model.layers.1.self_attn.k_proj")
     if in_place:
@@ -130,7 +130,7 @@ def test_other_weights_are_computed(in_place: bool) -> None:
 
 def test_nothing_is_joined_where_transformers_alone_is_wanted() -> None:
     lines: list[str] = []
-    verified = verify_model(make("gpt_oss"), Path(), lines.append, "torch")
+    verified = verify_model(make("granitemoe"), Path(), lines.append, "torch")
     assert not joined(verified.model)
     assert not any("joined" in line for line in lines)
 

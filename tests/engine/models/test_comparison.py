@@ -182,6 +182,7 @@ YARN = {
         ("llama", {}, _rotary(paired=True), "layer 0, queries, "),
         ("olmo2", {}, _rotary(rounds_products=True), "layer 0, queries, "),
         ("gemma2", {}, _attention(softcap=None), "layer 0, attention: scaling, softcap and sinks"),
+        ("gpt_oss", {}, _attention(sinks=None), "layer 0, attention: scaling, softcap and sinks"),
         ("gemma2", {}, lambda one: dataclasses.replace(one, logits_softcap=None), "logits differs"),
         ("granite", {"logits_scaling": 8.0},
          lambda one: dataclasses.replace(one, logits_divisor=None), "logits differs"),

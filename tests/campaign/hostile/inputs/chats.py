@@ -22,10 +22,9 @@ from tests.campaign.hostile.inputs.kinds import (
     invalid,
     lacking,
 )
-from tests.campaign.hostile.sending import GENERATION, MODEL, Sender
+from tests.campaign.hostile.inputs.structured import DEFINITIONS, DOUBLED, EXPLODING
+from tests.campaign.hostile.sending import GENERATE, TOKENIZE, Sender
 
-GENERATE = GENERATION + "Generate"
-TOKENIZE = MODEL + "Tokenize"
 HELD = 250 << 10
 """A total schema size for all tools that stays below the limit of 256 KiB."""
 MOST_TOOLS = 128
@@ -83,14 +82,9 @@ def _new_tools(s: Sender, size: int = HELD) -> rpc.GenerateRequest:
     return rpc.GenerateRequest(spec={"chat": chat, "stop": {"max_tokens": 8}})
 
 
-_DEFINITIONS = {
-    f"d{n}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{n - 1}"}] * 2}
-    for n in range(1, 26)
-}
-_DEFINED = {"$defs": {"d0": {"type": "string"}, **_DEFINITIONS}}
 _SCHEMAS: list[Any] = [
-    _object({"a": {"$ref": "#/$defs/d25"}}, **_DEFINED),
-    _object({"a": {"type": "string", "pattern": "(a{1,1000}){1,1000}"}}),
+    _object({"a": DOUBLED}, **{"$defs": DEFINITIONS}),
+    _object({"a": {"type": "string", "pattern": EXPLODING[0]}}),
     _object({"a": {"type": "string", "minLength": 100_000, "maxLength": 1_000_000}}),
     _object({f"p{n}": {"type": "number", "multipleOf": 0.001 * (2 * n + 1)} for n in range(40)}),
     {"type": "object", "properties": {f"p{n}": {} for n in range(1000)}},

@@ -14,7 +14,7 @@ from headrace.v1 import control_service_pb2 as control
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.inputs.derived import of
 from tests.campaign.hostile.inputs.kinds import OK, Case, Group, invalid
-from tests.campaign.hostile.sending import CONTROL, GENERATION, REFLECTION, Sender
+from tests.campaign.hostile.sending import ADD, CONTROL, REFLECTION, Sender
 
 
 def _case(method: str, message: Message, *answers: str) -> Case:
@@ -63,7 +63,7 @@ async def list_requests(s: Sender) -> None:
     """ListRequests of 1,000 waiting requests, 64 at once."""
     added = wire.request(stop={"max_tokens": 500, "ignore_eos": True})
     page = control.ListRequestsRequest(page_size=1000).SerializeToString()
-    await s.crowd(900, lambda _: s.call(GENERATION + "AddRequest", added))
+    await s.crowd(900, lambda _: s.call(ADD, added))
     await s.again(64, lambda _: s.call(CONTROL + "ListRequests", page, token=s.operator))
 
 

@@ -10,9 +10,8 @@ from google.protobuf.message import Message
 from headrace.v1.generation_service_pb2 import GenerateRequest
 
 from tests.campaign.hostile.encoding import ONCE
-from tests.campaign.hostile.sending import GENERATION, SESSIONS, Sender
+from tests.campaign.hostile.sending import GENERATE, SESSIONS, Sender
 
-BOTH = ("demo", "long")
 OK = "OK"
 MANY_CASES, CASES_A_SECOND = 40, 10
 """An input of more cases than these takes its time by their number."""
@@ -25,8 +24,6 @@ class Call:
     """A message as bytes, and how it is sent; a session's command is sent on a session of its own.
 
     Attributes:
-        method: the path of the RPC.
-        raw: the message.
         gzip, token, patience_s: as of `Sender.call`.
     """
 
@@ -45,14 +42,11 @@ class Input:
     """A hostile input.
 
     Attributes:
-        name: a name that is unique among all inputs.
-        meaning: one line that says what is sent.
         send: sends the input. It returns when everything has been sent and answered, or is
             cancelled when its time is up.
         answers: the answers of which at least one must occur, in the format of `sending.told`, to
             show that the input reached its target. Empty if no answer is required.
         cases: the single messages that make up the input, if it is made of such messages.
-        models: the models that the input is tried on.
         stranger: whether the attacker has no token. The server's memory then has a separate limit.
         judge: checks the answers too; returns what is wrong with them, or None.
         seconds: the duration, if it differs from the campaign's default.
@@ -63,7 +57,6 @@ class Input:
     send: Send
     answers: tuple[str, ...] = ()
     cases: tuple[Case, ...] = ()
-    models: tuple[str, ...] = BOTH
     stranger: bool = False
     judge: Callable[[Mapping[str, int]], str | None] | None = None
     seconds: float | None = None
@@ -78,9 +71,7 @@ class Case:
         message: builds the message from what the attacker knows of the server.
         answers: the expected answers, in the format of `sending.told`; `*` ends a prefix.
         each: whether the message is rebuilt for every call, so that the server cannot use a cache.
-        metadata: the metadata of the call.
         patience_s: the time after which the caller gives up.
-        is_operator: whether an operator makes the call.
         field: the contract's field under attack, as "Label.name", if the case is derived from it.
     """
 
@@ -107,12 +98,7 @@ class Case:
 
 def generates(*answers: str, each: bool = False, **spec: Any) -> Case:
     """Return a case of Generate with a short prompt and one token, if the spec's fields do not say
-    otherwise.
-
-    Args:
-        answers: the expected answers; none for OK.
-        each: as of a Case.
-        spec: the spec's fields; functions of the sender are called with it.
+    otherwise; functions of the sender are called with it. Without answers, OK is expected.
     """
 
     def message(s: Sender) -> Message:
@@ -120,21 +106,18 @@ def generates(*answers: str, each: bool = False, **spec: Any) -> Case:
         text = {} if {"tokens", "chat"} & fields.keys() else {"text": {"text": ONCE}}
         return GenerateRequest(spec={**text, "stop": {"max_tokens": 1}, **fields})
 
-    return Case(GENERATION + "Generate", message, answers or (OK,), each)
+    return Case(GENERATE, message, answers or (OK,), each)
 
 
 def refused(field: str, **spec: Any) -> Case:
-    """Return a case of Generate whose spec's field is refused as invalid."""
     return generates(*invalid(f"spec.{field}"), **spec)
 
 
 def invalid(*fields: str) -> tuple[str, ...]:
-    """Return the answer to a field with an invalid value."""
     return tuple(f"INVALID_ARGUMENT INVALID_FIELD {one}" for one in fields)
 
 
 def lacking(name: str) -> str:
-    """Return the answer to a field that needs something the server lacks."""
     return f"UNIMPLEMENTED UNSUPPORTED_FIELD {name}"
 
 
@@ -143,10 +126,8 @@ class Group:
     """Inputs that are tried on one server after one calm period.
 
     Attributes:
-        name: a name that is unique among all groups.
         tls: whether the server uses TLS on a TCP address; the witness then uses a Unix socket.
         options: the server's options in addition to its defaults.
-        inputs: the inputs in the order in which they are tried.
     """
 
     name: str
@@ -172,7 +153,6 @@ class Group:
         *cases: Case,
         width: int = 2,
         seconds: float | None = None,
-        models: tuple[str, ...] = BOTH,
     ) -> None:
         """Add the input that repeats a list of messages with the given number of concurrent calls.
         Without `seconds`, it takes long enough for each of many cases to be tried.
@@ -196,7 +176,6 @@ class Group:
             answers=tuple(answer for case in cases for answer in case.answers),
             cases=cases,
             seconds=seconds or (len(cases) / CASES_A_SECOND if len(cases) > MANY_CASES else None),
-            models=models,
         )
         self.inputs.append(found)
 

@@ -16,10 +16,21 @@ from headrace.v1 import model_service_pb2 as model
 
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.inputs.kinds import Call, Group, invalid, named
-from tests.campaign.hostile.sending import CONTROL, GENERATION, HEALTH, MODEL, Sender
+from tests.campaign.hostile.sending import (
+    CANCEL,
+    CONTROL,
+    DETOKENIZE,
+    GENERATE,
+    GENERATION,
+    GET,
+    HEALTH,
+    MODEL,
+    SESSION,
+    STREAM,
+    TOKENIZE,
+    Sender,
+)
 
-GENERATE, SESSION = GENERATION + "Generate", GENERATION + "StreamResult"
-TOKENIZE = MODEL + "Tokenize"
 DEEPEST = 60
 """Nesting depth of lists; a template accepts at most 64 levels."""
 JSON_BYTES = 256 << 10
@@ -196,7 +207,7 @@ def json_of_many_calls(size: int) -> bytes:
 def unknown_fields(s: Sender) -> Iterable[Call]:
     """As many unknown fields as fit, in eight methods."""
     methods = [
-        *(GENERATE, TOKENIZE, MODEL + "GetModel", MODEL + "Detokenize"),
+        *(GENERATE, TOKENIZE, MODEL + "GetModel", DETOKENIZE),
         *(GENERATION + name for name in ("Cancel", "GetResult", "AddRequest")),
     ]
     bodies = [wire.filled(wire.UNKNOWN, size) for size in s.sizes]
@@ -225,7 +236,7 @@ def banned_ids(s: Sender) -> Iterable[Call]:
 @MESSAGES.repeats(answers=invalid("spec.sampling.allowed_token_ids"))
 def allowed_ids(s: Sender) -> Iterable[Call]:
     """As many allowed ids as fit."""
-    ids = wire.packed(range(min(min(262_144, s.below) // 3, s.card.vocabulary)))
+    ids = wire.packed(range(min(min(262_144, s.below) // 3, s.card.vocab_size)))
     twice = _with_ids("allowed_token_ids", ids * 2)
     yield Call(GENERATE, wire.inside(rpc.GenerateRequest, "spec", twice))
     yield Call(SESSION, wire.inside(rpc.StreamResultRequest, "add.spec", twice))
@@ -266,10 +277,10 @@ def long_names(s: Sender) -> Iterable[Call]:
     result = rpc.GetResultRequest(request_id=name).SerializeToString()
     command = rpc.StreamResultRequest(command_id=1, cancel={"request_id": name})
     yield Call(GENERATE, wire.request("hi", request_id=name), gzip=False)
-    yield Call(GENERATION + "GetResult", result, gzip=False)
-    yield Call(GENERATION + "Cancel", cancel, gzip=False)
+    yield Call(GET, result, gzip=False)
+    yield Call(CANCEL, cancel, gzip=False)
     many = wire.filled(rpc.CancelRequest(request_ids=["a"]).SerializeToString(), s.below)
-    yield Call(GENERATION + "Cancel", many)
+    yield Call(CANCEL, many)
     yield Call(SESSION, command.SerializeToString())
 
 
@@ -277,7 +288,7 @@ def long_names(s: Sender) -> Iterable[Call]:
 def gzip_bombs(s: Sender) -> Iterable[Call]:
     """64 MiB of zeros, compressed."""
     bomb = bytes(64 << 20)
-    methods = (GENERATE, TOKENIZE, GENERATION + "GenerateStream")
+    methods = (GENERATE, TOKENIZE, STREAM)
     return [*(Call(method, bomb) for method in methods), Call(HEALTH + "Check", bomb, token="")]
 
 
@@ -287,7 +298,7 @@ async def malformed(s: Sender) -> None:
     methods = [
         *(GENERATION + name for name in ("Generate", "GenerateStream", "AddRequest", "Cancel")),
         *(MODEL + name for name in ("GetModel", "Tokenize", "Detokenize")),
-        *(GENERATION + "GetResult", GENERATION + "Nothing", HEALTH + "Check"),
+        *(GET, GENERATION + "Nothing", HEALTH + "Check"),
     ]
 
     async def one(_: int) -> None:

@@ -18,8 +18,7 @@ _LONG = {"max_tokens": 8, "ignore_eos": True}
 
 
 def _choices(s: Sender) -> int:
-    """Return the largest allowed number of choices."""
-    return s.card.choices
+    return s.limits.max_choices
 
 
 def _all_choices(**sampling: Any) -> Case:
@@ -28,14 +27,14 @@ def _all_choices(**sampling: Any) -> Case:
 
 def _biases(s: Sender) -> dict[str, Any]:
     """Return as many extreme logit biases as allowed."""
-    ids = range(min(s.card.logit_bias, s.card.vocabulary))
+    ids = range(min(s.limits.max_logit_bias, s.card.vocab_size))
     return {"logit_bias": {number: -100.0 if number % 2 else 100.0 for number in ids}}
 
 
 def _overlapping(s: Sender) -> dict[str, Any]:
     """Return stop strings that partially match at every character of the output."""
-    most = s.card.stop_string_bytes
-    strings = ["a" * (most - 1 - n) + "b" for n in range(s.card.stop_strings)]
+    most = s.limits.max_stop_string_bytes
+    strings = ["a" * (most - 1 - n) + "b" for n in range(s.limits.max_stop_strings)]
     return {"max_tokens": 24, "stop_strings": strings, "include_stop": True}
 
 

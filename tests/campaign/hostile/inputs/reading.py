@@ -12,11 +12,17 @@ from headrace.v1 import model_service_pb2 as model
 
 from tests.campaign.hostile.inputs.derived import FIELDS, MOST_32, of
 from tests.campaign.hostile.inputs.kinds import OK, Case, Group, invalid
-from tests.campaign.hostile.sending import GENERATION, MODEL, Sender
+from tests.campaign.hostile.sending import (
+    ADD,
+    CANCEL,
+    DETOKENIZE,
+    GENERATE,
+    GET,
+    SESSION,
+    STREAM,
+    Sender,
+)
 
-SESSION = GENERATION + "StreamResult"
-ADD, GET = GENERATION + "AddRequest", GENERATION + "GetResult"
-GENERATE = GENERATION + "Generate"
 SPEC: dict[str, Any] = {"text": {"text": "Once upon a time"}, "stop": {"max_tokens": 2}}
 
 
@@ -25,7 +31,7 @@ def _command(*answers: str, **command: Any) -> Case:
 
 
 def _cancel(*answers: str, **question: Any) -> Case:
-    return Case(GENERATION + "Cancel", lambda s: rpc.CancelRequest(**question), answers or (OK,))
+    return Case(CANCEL, lambda s: rpc.CancelRequest(**question), answers or (OK,))
 
 
 READING = Group("reading")
@@ -72,7 +78,7 @@ async def read_again(s: Sender) -> None:
         **SPEC,
         "request_id": name,
         "stop": {"max_tokens": 200, "ignore_eos": True},
-        "output": {"logprobs": s.card.logprobs},
+        "output": {"logprobs": s.limits.max_logprobs},
     }
     added = rpc.AddRequestRequest(spec=spec).SerializeToString()
     question = rpc.GetResultRequest(request_id=name, until_done=True, wait={"seconds": 60})
@@ -106,7 +112,7 @@ READING.tries(
     "ids that are not there, and special ones as many as fit",
     *of("DetokenizeRequest"),
     Case(
-        MODEL + "Detokenize",
+        DETOKENIZE,
         lambda s: model.DetokenizeRequest(
             token_ids=[1, 2] * (s.most_ids // 2), skip_special_tokens=False
         ),
@@ -158,7 +164,7 @@ READING.tries(
             ("DEADLINE_EXCEEDED (bare)", "CANCELLED (bare)", OK),
             patience_s=patience_s,
         )
-        for method in (GENERATE, GENERATION + "GenerateStream", ADD)
+        for method in (GENERATE, STREAM, ADD)
         for patience_s in (0.001, 0.03)
     ),
     width=32,

@@ -13,11 +13,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.inputs.kinds import OK, Call, Group, invalid
-from tests.campaign.hostile.sending import GENERATION, NO_ANSWER, Sender
-
-GENERATE = GENERATION + "Generate"
-STREAM = GENERATION + "GenerateStream"
-ADD = GENERATION + "AddRequest"
+from tests.campaign.hostile.sending import ADD, CANCEL, GENERATE, NO_ANSWER, STREAM, Sender
 
 
 def answered(answers: Mapping[str, int]) -> str | None:
@@ -72,7 +68,7 @@ async def calls_at_once_apart(s: Sender) -> None:
 async def unread_logprobs(s: Sender) -> None:
     """300 requests whose results nobody reads, with the most log-probabilities."""
     command = wire.add(
-        stop={"max_tokens": 1500, "ignore_eos": True}, output={"logprobs": s.card.logprobs}
+        stop={"max_tokens": 1500, "ignore_eos": True}, output={"logprobs": s.limits.max_logprobs}
     )
     await s.crowd(300, lambda _: s.session([command], read=False, stay=True))
 
@@ -80,15 +76,15 @@ async def unread_logprobs(s: Sender) -> None:
 @REQUESTS.sends(answers=invalid("spec.stop.max_tokens"))
 async def whole_results(s: Sender) -> None:
     """The most tokens, choices and candidates, to be kept or sent in one piece."""
-    raw = _whole(1900, output={"logprobs": s.card.logprobs}, n=s.card.choices)
+    raw = _whole(1900, output={"logprobs": s.limits.max_logprobs}, n=s.limits.max_choices)
     await s.again(32, lambda number: s.call((ADD, GENERATE)[number % 2], raw))
 
 
 @REQUESTS.repeats(32)
 def logit_bias(s: Sender) -> Iterable[Call]:
     """The most biases, with the most choices, 32 at once."""
-    bias = {number % s.card.vocabulary: 1.0 for number in range(s.card.logit_bias)}
-    raw = _whole(8, sampling={"logit_bias": bias}, n=s.card.choices)
+    bias = {number % s.card.vocab_size: 1.0 for number in range(s.limits.max_logit_bias)}
+    raw = _whole(8, sampling={"logit_bias": bias}, n=s.limits.max_choices)
     return [Call(GENERATE, raw, gzip=False)]
 
 
@@ -99,9 +95,9 @@ async def prompt_logprobs(s: Sender) -> None:
         _whole(
             1,
             tokens=_prompt(tokens),
-            output={"prompt_logprobs": s.card.logprobs},
+            output={"prompt_logprobs": s.limits.max_logprobs},
             cache={"bypass_prefix_cache": True},
-            n=s.card.choices,
+            n=s.limits.max_choices,
         )
         for tokens in (400, 1500)
     ]
@@ -111,10 +107,10 @@ async def prompt_logprobs(s: Sender) -> None:
 @REQUESTS.repeats(16)
 def stop_strings(s: Sender) -> Iterable[Call]:
     """The most and longest stop strings, with the most choices, 16 at once."""
-    blanks = " " * (s.card.stop_string_bytes - 1)
-    strings = [blanks + chr(97 + number) for number in range(s.card.stop_strings)]
+    blanks = " " * (s.limits.max_stop_string_bytes - 1)
+    strings = [blanks + chr(97 + number) for number in range(s.limits.max_stop_strings)]
     stop = {"max_tokens": 64, "stop_strings": strings, "ignore_eos": True}
-    return [Call(GENERATE, wire.request(stop=stop, n=s.card.choices), gzip=False)]
+    return [Call(GENERATE, wire.request(stop=stop, n=s.limits.max_choices), gzip=False)]
 
 
 @REQUESTS.repeats(4)
@@ -122,17 +118,22 @@ def detailed_answers(s: Sender) -> Iterable[Call]:
     """One answer with all details of the most choices, four at once."""
     asked = {
         "delivery": pb.DELIVERY_FINAL,
-        "logprobs": s.card.logprobs,
+        "logprobs": s.limits.max_logprobs,
         "record_timestamps": True,
     }
-    return [Call(GENERATE, _whole(128, output=asked, n=s.card.choices), gzip=False)]
+    return [Call(GENERATE, _whole(128, output=asked, n=s.limits.max_choices), gzip=False)]
 
 
 @REQUESTS.repeats(8)
 def echo_longest(s: Sender) -> Iterable[Call]:
     """Prompts of 2,000 tokens that come back with the most choices."""
-    prompt, asked = _prompt(min(s.card.context, 2000) - 60), {"echo": True, "token_details": True}
-    return [Call(STREAM, _whole(4, tokens=prompt, output=asked, n=s.card.choices), gzip=False)]
+    prompt, asked = (
+        _prompt(min(s.limits.max_context_tokens, 2000) - 60),
+        {"echo": True, "token_details": True},
+    )
+    return [
+        Call(STREAM, _whole(4, tokens=prompt, output=asked, n=s.limits.max_choices), gzip=False)
+    ]
 
 
 @REQUESTS.sends()
@@ -162,7 +163,7 @@ async def cancel_storm(s: Sender) -> None:
         name = f"storm-{next(numbers)}"
         cancel = rpc.CancelRequest(request_ids=[name]).SerializeToString()
         await s.call(ADD, wire.request(request_id=name, stop={"max_tokens": 500}))
-        await s.call(GENERATION + "Cancel", cancel)
+        await s.call(CANCEL, cancel)
 
     await s.again(32, one)
 
@@ -176,7 +177,7 @@ def refused_requests(s: Sender) -> Iterable[Call]:
 @REQUESTS.sends(seconds=90.0)
 async def long_prompt(s: Sender) -> None:
     """One prompt as long as the context."""
-    raw = wire.request(tokens=_prompt(s.card.context - 1), stop={"max_tokens": 1})
+    raw = wire.request(tokens=_prompt(s.limits.max_context_tokens - 1), stop={"max_tokens": 1})
     await s.call(GENERATE, raw)
 
 
@@ -194,7 +195,7 @@ async def waiting_lists(s: Sender) -> None:
     """240 waiting requests with the longest lists of ids."""
     await _occupy(s)
     each = min(262_144, (s.below - 200) // 2)
-    most = min(each // 3, s.card.vocabulary)
+    most = min(each // 3, s.card.vocab_size)
     for allowed, banned in (
         (b"\x05" * each, b"\x06" * each),
         (wire.packed(range(most)), b"\x06"),
@@ -223,6 +224,8 @@ async def waiting_forms(s: Sender) -> None:
 @WAITING_PROMPTS.sends(answers=(OK,), seconds=20.0)
 async def waiting_prompts(s: Sender) -> None:
     """1,000 waiting requests with the longest prompts."""
-    raw = wire.request(tokens=_prompt(min(s.card.context - 300, s.below)), stop={"max_tokens": 200})
+    raw = wire.request(
+        tokens=_prompt(min(s.limits.max_context_tokens - 300, s.below)), stop={"max_tokens": 200}
+    )
     await _occupy(s)
     await s.crowd(1000, lambda _: s.call(ADD, raw, gzip=True))

@@ -10,9 +10,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.inputs.kinds import OK, Group
-from tests.campaign.hostile.sending import GENERATION, Sender
-
-ADD = GENERATION + "AddRequest"
+from tests.campaign.hostile.sending import ADD, GET, SESSION, Sender
 
 
 def _command(**command: Any) -> bytes:
@@ -88,7 +86,7 @@ async def lost_leases(s: Sender) -> None:
     """Sessions with a lease and a long request, lost at once, 16 at once."""
 
     async def one(_: int) -> None:
-        call: Any = s.channel.stream_stream(GENERATION + "StreamResult")(
+        call: Any = s.channel.stream_stream(SESSION)(
             _sent(OPEN, wire.add(stop=_long(1000))), metadata=s.credentials()
         )
         async for _message in call:
@@ -105,7 +103,7 @@ async def long_polls(s: Sender) -> None:
     await s.call(ADD, wire.request(request_id="slow", stop=_long()))
     poll = rpc.GetResultRequest(request_id="slow", wait={"seconds": 60}, until_done=True)
     raw = poll.SerializeToString()
-    await s.crowd(500, lambda _: s.call(GENERATION + "GetResult", raw))
+    await s.crowd(500, lambda _: s.call(GET, raw))
 
 
 @SESSIONS.sends()

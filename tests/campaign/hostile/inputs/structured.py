@@ -8,12 +8,21 @@ from collections.abc import Iterable
 
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.inputs.kinds import Call, Group, invalid
-from tests.campaign.hostile.sending import GENERATION, Sender
+from tests.campaign.hostile.sending import GENERATE, Sender
 
-GENERATE = GENERATION + "Generate"
 JSON_SCHEMA, REGEX, GRAMMAR = "json_schema", "regex", "grammar"
 SLOW = 'start: a*\na: b b b b | b b b | b b | b\nb: "a"|" "|"e"|b b'
 LARGEST = 250 << 10
+DEFINITIONS = {
+    "d0": {"type": "string"},
+    **{
+        f"d{n}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{n - 1}"}] * 2}
+        for n in range(1, 26)
+    },
+}
+DOUBLED = {"$ref": "#/$defs/d25"}
+"""Each of the definitions holds the one before twice."""
+EXPLODING = ("(a{1,1000}){1,1000}", "((a|b|ab|ba){0,100}c){0,1000}", "(.*a){20}", "(x+x+)+y")
 
 
 def _forms(kind: str, *forms: str, n: int = 1) -> list[Call]:
@@ -28,7 +37,7 @@ STRUCTURED = Group("structured output")
 @STRUCTURED.repeats(3, answers=invalid("spec.structured_output.grammar"))
 def slow_grammar(s: Sender) -> Iterable[Call]:
     """A grammar of 75 bytes, read in very many ways, 16 choices, three at once."""
-    return _forms(GRAMMAR, SLOW, n=min(16, s.card.choices))
+    return _forms(GRAMMAR, SLOW, n=min(16, s.limits.max_choices))
 
 
 @STRUCTURED.repeats()
@@ -59,12 +68,7 @@ def schema_enum(s: Sender) -> Iterable[Call]:
 @STRUCTURED.repeats()
 def schema_references(s: Sender) -> Iterable[Call]:
     """Definitions that each hold the one before twice."""
-    definitions = {
-        f"d{number}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{number - 1}"}] * 2}
-        for number in range(1, 26)
-    }
-    schema = {"$ref": "#/$defs/d25", "$defs": {"d0": {"type": "string"}, **definitions}}
-    return _forms(JSON_SCHEMA, json.dumps(schema))
+    return _forms(JSON_SCHEMA, json.dumps({**DOUBLED, "$defs": DEFINITIONS}))
 
 
 @STRUCTURED.repeats()
@@ -84,10 +88,7 @@ def regexes(s: Sender) -> Iterable[Call]:
     """Repetitions of repetitions in regexes."""
     return _forms(
         REGEX,
-        "(a{1,1000}){1,1000}",
-        "((a|b|ab|ba){0,100}c){0,1000}",
-        "(.*a){20}",
-        "(x+x+)+y",
+        *EXPLODING,
         "|".join("a" * number for number in range(1, 600)),
         "[\\p{L}\\p{N}]{1,10000}",
     )

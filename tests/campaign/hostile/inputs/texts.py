@@ -9,10 +9,8 @@ from headrace.v1 import model_service_pb2 as model
 
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.inputs.kinds import OK, Call, Group, Round
-from tests.campaign.hostile.sending import GENERATION, MODEL, Sender
+from tests.campaign.hostile.sending import DETOKENIZE, GENERATE, TOKENIZE, Sender
 
-GENERATE, TOKENIZE = GENERATION + "Generate", MODEL + "Tokenize"
-DETOKENIZE = MODEL + "Detokenize"
 RIVER = "Once upon a time there was a river. "
 
 
@@ -81,7 +79,7 @@ def token_details(s: Sender) -> Iterable[Call]:
 @TEXTS.repeats(4, answers=(OK,))
 def detokenize(s: Sender) -> Iterable[Call]:
     """Detokenize of the longest lists of ids, four at once."""
-    many = s.card.vocabulary
+    many = s.card.vocab_size
     ids = b"".join(wire.varint(7 + 37 * number % (many - 7)) for number in range(s.most_ids))
     for raw in (ids, b"\x05" * s.most_ids, b"\x05" * s.below, b"\x05" * s.above):
         yield Call(DETOKENIZE, wire.inside(model.DetokenizeRequest, "token_ids", raw))

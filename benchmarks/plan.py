@@ -52,7 +52,6 @@ class Shape:
     Attributes:
         name: the name of the row.
         model: demo, a name of `benchmarks.models`, or a shape with random weights.
-        flags: flags of plan and serve.
     """
 
     name: str
@@ -121,7 +120,6 @@ def find(shape: Shape, cache: Path) -> Path:
 
 
 def plan_of(shape: Shape, path: Path) -> dict[str, Any]:
-    """Return the command's plan."""
     found = subprocess.run(
         [
             str(BIN / "headrace-server"), "plan", "--json", "--model", str(path), *shape.flags,
@@ -229,7 +227,6 @@ def measure_shape(shape: Shape, cache: Path) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure the shapes."""
     record.data |= {"requests": REQUESTS, "prompt": PROMPT, "output": OUTPUT}
     shapes = [one for one in SHAPES if not options.shape or one.name in options.shape]
     rows: list[dict[str, Any]] = []
@@ -239,13 +236,11 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 def ratio(row: Mapping[str, Any], name: str) -> float:
-    """Return the planned value divided by the measured one."""
     found: float = row["planned"][name] / row["taken"][name]
     return found
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """Return the record as text for a document. name: the name of its file."""
     loads = span((row["load_average"] for row in record["rows"]), ".1f")
     head = (
         f"{record['date'][:10]}, {cpus(record)}, {memory(record)}; load average {loads}. "
@@ -275,12 +270,7 @@ def _cell(row: Mapping[str, Any], name: str, unit: float, bound: float) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="plan",
-    about=__doc__,
     measure=measure,
     render=render,
     options=(option("shape", [], "a row's name; several times: several", action="append"), MODELS),
 )
-
-if __name__ == "__main__":
-    MEASUREMENT.run()
