@@ -14,6 +14,7 @@ Nothing here waits for the readers of its output (`service.logs`).
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -165,6 +166,9 @@ class _Process:
             ending.cancel()
 
     async def _serve(self, ending: asyncio.Task[None]) -> int:
+        # What start-up made stays: collections that would look at all of it hold every stream up.
+        gc.collect()
+        gc.freeze()
         state, door = self._server.state, self._server.door
         answers = door is not None and await door.answers(_DOOR_PATIENCE_S)
         seconds = time.monotonic() - self._output.began
