@@ -4,8 +4,9 @@
                      └─ modules ─▶ `add_to`, for a layer that runs as a module
 
 A is held as [r, K] and B as [r, N], in bfloat16 if the file has that, or else in float32, so no
-element is rounded. Products are summed in float32 and added to what the layer has stored, as peft
-does. Our kernels compute them: a row's result depends neither on other rows nor on their adapters.
+element is rounded. Their elements lie in the order in which the kernels read them. Products are
+summed in float32 and added to what the layer has stored, as peft does. Our kernels compute them: a
+row's result depends neither on other rows nor on their adapters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from engine.contract.adapters import Adapter, AdapterRows
@@ -29,14 +32,18 @@ from engine.native.library import (
     LowRank,
 )
 
+Matrix = npt.NDArray[Any]
+_RANKS, _INPUTS, _OUTPUTS = 4, 32, 64
+"""The sizes of what lies together in memory; see src/low_rank.cpp."""
+
 
 @dataclass(frozen=True, slots=True)
 class LowRankPart:
     """What an adapter adds to one linear layer.
 
     Attributes:
-        a: [r, K], contiguous, bfloat16 or float32.
-        b: [r, N], of the same type: B transposed.
+        a: [r, K], bfloat16 or float32, in the order of `pack_a`.
+        b: [r, N], of the same type: B transposed, in the order of `pack_b`.
         scale: multiplies the product.
     """
 
@@ -51,6 +58,31 @@ class LowRankPart:
             self.a.data_ptr(), self.b.data_ptr(), rank, inputs, outputs, column,
             DTYPES[self.a.dtype], self.scale,
         )  # fmt: skip
+
+
+def pack_a(a: Matrix, to: Matrix) -> None:
+    """Write A, [r, K], in the order in which the kernels read it: for each 4 ranks, for each 32
+    inputs, rank after rank.
+    """
+    flat, inputs = to.reshape(-1), a.shape[1]
+    for first in range(0, len(a), _RANKS):
+        ranks = a[first : first + _RANKS]
+        _pack(ranks, flat[first * inputs :][: ranks.size], _INPUTS)
+
+
+def pack_b(b: Matrix, to: Matrix) -> None:
+    """Write B transposed, [r, N], in the order in which the kernels read it: for each 64 outputs,
+    rank after rank.
+    """
+    _pack(b, to.reshape(-1), _OUTPUTS)
+
+
+def _pack(rows: Matrix, to: Matrix, width: int) -> None:
+    high, columns = rows.shape
+    whole = columns // width * width
+    apart = rows[:, :whole].reshape(high, -1, width).transpose(1, 0, 2)
+    to[: high * whole].reshape(apart.shape)[:] = apart
+    to[high * whole :].reshape(high, -1)[:] = rows[:, whole:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,8 @@ class LowRank(ctypes.Structure):
     src/calls.h.
 
     Attributes:
-        a: [rank, inputs]. b: [rank, outputs], transposed, so that outputs are adjacent.
+        a: [rank, inputs]. b: [rank, outputs], transposed. Their elements lie as `pack_a` and
+            `pack_b` of `engine.models.low_rank` order them.
         rank: 0 if the layer has no such part.
         column: the layer's first column among those of its product, which may be joined.
         dtype: FLOAT32 or BFLOAT16, the type of a and b.

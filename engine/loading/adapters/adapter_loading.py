@@ -7,7 +7,6 @@ directory ─▶ config, tensors ─▶ every layer that the config adapts has i
 from __future__ import annotations
 
 import logging
-import mmap
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -35,8 +34,9 @@ from engine.loading.adapters.adapter_files import (
     resolved,
 )
 from engine.loading.adapters.peft_config import LoraConfig, parse_config
+from engine.loading.kv_memory import zeros_on_demand
 from engine.models.formats.native import DTYPES, why_missing
-from engine.models.low_rank import AdapterWeights, LowRankPart
+from engine.models.low_rank import AdapterWeights, LowRankPart, Matrix, pack_a, pack_b
 
 if TYPE_CHECKING:
     from engine.loading.verified import VerifiedModel
@@ -231,7 +231,9 @@ def read_adapter(
         digest.update(head.encode() + struct.pack("<d", scale))
         for one in (a, b):
             digest.update(one.contiguous().view(torch.uint8).numpy().tobytes())
-        parts[path] = LowRankPart(memory.copy(a, dtype), memory.copy(b.t(), dtype), scale)
+        parts[path] = LowRankPart(
+            memory.take(a, dtype, pack_a), memory.take(b.t(), dtype, pack_b), scale
+        )
     weights = AdapterWeights(parts, modules.places, modules.num_layers)
     modules.stand_in(adapted)
     return Adapter(
@@ -321,7 +323,7 @@ class _Memory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._all = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+        self._all = zeros_on_demand((nbytes,), torch.uint8).numpy()
         self._used = 0
 
     @staticmethod
@@ -329,18 +331,20 @@ class _Memory:
         """Return how many bytes a tensor of `count` elements takes."""
         return -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
-    def copy(self, one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous copy of a tensor in this memory, as bfloat16 or float32."""
+    def take(
+        self, one: torch.Tensor, dtype: torch.dtype, pack: Callable[[Matrix, Matrix], None]
+    ) -> torch.Tensor:
+        """Return a tensor in this memory, as bfloat16 or float32, as `pack` orders it."""
         size, first = one.numel() * dtype.itemsize, self._used
         place = self._all[first : first + size]
         self._used += self.taken(one.numel(), dtype)
         if dtype is torch.bfloat16:
             halves = place.view(np.int16).reshape(one.shape)
-            np.copyto(halves, _bits(one))
+            pack(_bits(one), halves)
             return torch.from_numpy(halves).view(torch.bfloat16)
         floats = place.view(np.float32).reshape(one.shape)
         if one.dtype is torch.bfloat16:
-            np.copyto(floats, (_bits(one).astype(np.uint32) << 16).view(np.float32))
+            pack((_bits(one).astype(np.uint32) << 16).view(np.float32), floats)
         else:
-            np.copyto(floats, one.numpy())
+            pack(one.numpy(), floats)
         return torch.from_numpy(floats)

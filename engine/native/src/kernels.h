@@ -1,6 +1,8 @@
 // What the kernels of one variant call of each other.
 #pragma once
 
+#include <memory>
+
 #include "calls.h"
 
 namespace HEADRACE_ISA {
@@ -29,9 +31,34 @@ struct DeltaColumns {
   int64_t a(int64_t head) const { return b(head) + heads; }
 };
 
+// A thread of a team.
+struct Threads {
+  int thread, threads;
+};
+
+// What parts `first` to `first + count` of each row's adapter add to y [T][y_stride]; see low_rank.cpp.
+// A team computes it: `project` by all threads, and when these have done that and stored y, `spread`.
+struct Added {
+  const AdaptedRows* adapted;
+  int64_t first, count;
+  const void* x;
+  int64_t x_stride;
+  void* y;
+  int64_t y_stride;
+  int dtype;
+  int64_t width = 0;  // of u; 0: nothing is added
+  std::unique_ptr<float[]> u;
+
+  Added(const AdaptedRows& adapted, int64_t first, int64_t count, const void* x, int64_t x_stride,
+        void* y, int64_t y_stride, int dtype);
+  void project(Threads of) const;
+  void spread(Threads of) const;
+};
+
 int64_t attention(const AttentionCall& call);
+// `added` has the y of this call, or one of which this call's is the last part; or null.
 void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t y_stride,
-            int64_t rows, int threads);
+            int64_t rows, int threads, const Added* added);
 void norm(const NormWeight& norm, const void* x, void* y, int64_t stride, int64_t rows, int dtype,
           int threads);
 void gate(int activation, const void* gate, int64_t stride, const void* up, int64_t up_stride,

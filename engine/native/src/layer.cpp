@@ -8,6 +8,8 @@
 // a recurrence in the place of attention and what is before it (recurrent.cpp). A layer without `down`
 // ends before the MLP, which others compute. Elements are rounded where the modules round.
 // What adapters add to a product is added where it is stored, before the next kernel reads it.
+#include <optional>
+
 #include "kernels.h"
 
 namespace HEADRACE_ISA {
@@ -117,18 +119,18 @@ int64_t compute(const LayersCall& call, const void* x) {
   const LayerSpace space(layer, tokens, call.scratch);
   const int64_t width = space.width;
   const int dtype = int(layer.dtype), threads = int(call.threads);
-  // The parts of a product side by side in y, of rows of y_width elements.
-  const auto products = [&](const LinearWeight* parts, int count, const void* from, char* y,
-                            int64_t y_width) {
-    for (int i = 0; i < count && parts[i].outputs; y += parts[i++].outputs * space.bytes)
-      linear(parts[i], from, width, y, y_width, tokens, threads);
-  };
-  // What adapters add to the `count` products from `part` on, of `from` with rows of from_width.
-  const auto adapt = [&](int part, int count, const void* from, int64_t from_width, char* y,
-                         int64_t y_width) {
-    if (!call.adapted) return;
-    low_rank(*call.adapted, call.next * PARTS + part, count, from, from_width, y, y_width, dtype,
-             threads);
+  // The parts of a product side by side in y, of rows of y_width elements, and what adapters add to the
+  // `adapted` of them from `part` on.
+  const auto products = [&](const LinearWeight* parts, int64_t count, int part, int adapted,
+                            const void* from, int64_t from_width, char* y, int64_t y_width) {
+    std::optional<Added> added;
+    if (call.adapted)
+      added.emplace(*call.adapted, call.next * PARTS + part, adapted, from, from_width, y, y_width,
+                    dtype);
+    while (count && !parts[count - 1].outputs) --count;
+    for (int64_t i = 0; i < count; y += parts[i++].outputs * space.bytes)
+      linear(parts[i], from, from_width, y, y_width, tokens, threads,
+             i + 1 == count && added && added->width ? &*added : nullptr);
   };
   // What a norm makes of `from`, in `to`; `from` itself without a norm.
   const auto normed = [&](const NormWeight& one, const void* from, char* to) -> const void* {
@@ -137,25 +139,22 @@ int64_t compute(const LayersCall& call, const void* x) {
     return to;
   };
   const void* input = normed(layer.before_attention, x, space.normed);
-  products(layer.projection, PROJECTIONS, input, space.projected, space.projected_width);
-  adapt(TO_PROJECTION, 3, input, width, space.projected, space.projected_width);
+  products(layer.projection, PROJECTIONS, TO_PROJECTION, 3, input, width, space.projected,
+           space.projected_width);
   if (const int64_t needed = mix(call, layer, space)) return needed;
-  linear(layer.output, space.mixed, space.mixed_width, space.made, width, tokens, threads);
-  adapt(TO_OUTPUT, 1, space.mixed, space.mixed_width, space.made, width);
+  products(&layer.output, 1, TO_OUTPUT, 1, space.mixed, space.mixed_width, space.made, width);
   normed(layer.after_attention, space.made, space.made);
   const bool is_whole = layer.down.packed;
   void* const sum = is_whole ? space.residual : call.y;
   add(x, space.made, layer.residual, sum, tokens, width, dtype, threads);
   if (!is_whole) return 0;
   if (!layer.parallel) input = normed(layer.before_mlp, space.residual, space.normed);
-  products(layer.inner, 2, input, space.inner, space.inner_width);
-  adapt(TO_INNER, 2, input, width, space.inner, space.inner_width);
+  products(layer.inner, 2, TO_INNER, 2, input, width, space.inner, space.inner_width);
   const int64_t inner = layer.down.inputs;
   const char* const up = layer.gated ? space.inner + inner * space.bytes : nullptr;
   gate(int(layer.activation), space.inner, space.inner_width, up, space.inner_width, space.inner,
        space.inner_width, tokens, inner, dtype, threads);
-  linear(layer.down, space.inner, space.inner_width, space.made, width, tokens, threads);
-  adapt(TO_DOWN, 1, space.inner, space.inner_width, space.made, width);
+  products(&layer.down, 1, TO_DOWN, 1, space.inner, space.inner_width, space.made, width);
   normed(layer.after_mlp, space.made, space.made);
   add(space.residual, space.made, layer.residual, call.y, tokens, width, dtype, threads);
   return 0;

@@ -30,13 +30,15 @@
 // Where no instruction multiplies pairs of bfloat16, x is turned into float32 once for all panels, and
 // weights as a tile reads them: first those of a pair's first input, then those of its second. Codes of int4
 // are read in their places, as multiples of powers of 16, and x is divided by these.
+//
+// What adapters add to the product (low_rank.cpp) is computed by the same team.
 #include <omp.h>
 
 #include <algorithm>
 #include <memory>
 #include <type_traits>
 
-#include "calls.h"
+#include "kernels.h"
 #include "linear_amx.h"
 #include "linear_lanes.h"
 
@@ -402,7 +404,7 @@ void add_groups(const LinearWeight& weight, const T* x, float* sums) {
 
 template <int C, class X>
 void multiply(const LinearWeight& weight, const X* x, int64_t x_stride, X* y,
-              int64_t y_stride, int64_t rows, int threads) {
+              int64_t y_stride, int64_t rows, int threads, const Added* added) {
   constexpr bool turns = !std::is_same_v<Input<X>, X>;
   const bool arranges = turns || weight.order;
   const int64_t panels = num_panels(weight), groups = divide_up(panels, C);
@@ -416,6 +418,8 @@ void multiply(const LinearWeight& weight, const X* x, int64_t x_stride, X* y,
   const std::unique_ptr<float[]> sums(scaled ? new float[rows * scaled] : nullptr);
 #pragma omp parallel num_threads(threads)
   {
+    const Threads own = {omp_get_thread_num(), omp_get_num_threads()};
+    if (added) added->project(own);
     if (arranges || scaled) {
 #pragma omp for schedule(static)
       for (int64_t row = 0; row < rows; ++row) {
@@ -450,36 +454,46 @@ void multiply(const LinearWeight& weight, const X* x, int64_t x_stride, X* y,
 #if defined(__AMX_BF16__)
     _tile_release();  // what is in use is saved whenever the thread waits
 #endif
+    if (added) {
+#pragma omp barrier
+      added->spread(own);
+    }
   }
 }
 
 template <class X>
 void linear_of(const LinearWeight& weight, const X* x, int64_t x_stride, X* y, int64_t y_stride,
-               int64_t rows, int threads) {
+               int64_t rows, int threads, const Added* added) {
   // Few panels to a thread: narrower items, so that no thread is idle.
   const int64_t items = num_panels(weight) * divide_up(rows, ITEM_ROWS<X>);
   if constexpr (NR == 2 && sizeof(X) == 2)
     if (rows == 1 && keeps_codes(weight) && items >= 8 * NR * threads)
-      return multiply<4 * NR>(weight, x, x_stride, y, y_stride, rows, threads);
+      return multiply<4 * NR>(weight, x, x_stride, y, y_stride, rows, threads, added);
   if constexpr (NR == 2)  // sums of more panels do not wait for each other
     if (rows <= FEW && items >= 4 * NR * threads)
-      return multiply<2 * NR>(weight, x, x_stride, y, y_stride, rows, threads);
+      return multiply<2 * NR>(weight, x, x_stride, y, y_stride, rows, threads, added);
   if (items >= 2 * NR * threads)
-    return multiply<NR>(weight, x, x_stride, y, y_stride, rows, threads);
-  if (items >= 2 * threads) return multiply<2>(weight, x, x_stride, y, y_stride, rows, threads);
-  multiply<1>(weight, x, x_stride, y, y_stride, rows, threads);
+    return multiply<NR>(weight, x, x_stride, y, y_stride, rows, threads, added);
+  if (items >= 2 * threads)
+    return multiply<2>(weight, x, x_stride, y, y_stride, rows, threads, added);
+  multiply<1>(weight, x, x_stride, y, y_stride, rows, threads, added);
 }
 
 }  // namespace
 
 // y from x: [rows][outputs] and [rows][inputs], whose rows are `y_stride` and `x_stride` elements apart.
 void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t y_stride,
-            int64_t rows, int threads) {
+            int64_t rows, int threads, const Added* added) {
   if (weight.dtype == FLOAT32)
     return linear_of(weight, static_cast<const float*>(x), x_stride, static_cast<float*>(y),
-                     y_stride, rows, threads);
+                     y_stride, rows, threads, added);
   linear_of(weight, static_cast<const bf16*>(x), x_stride, static_cast<bf16*>(y), y_stride, rows,
-            threads);
+            threads, added);
+}
+
+void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t y_stride,
+            int64_t rows, int threads) {
+  linear(weight, x, x_stride, y, y_stride, rows, threads, nullptr);
 }
 
 }  // namespace HEADRACE_ISA

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 from engine.contract.adapters import Adapter, AdapterRows
 from engine.models.formats.native import why_missing
-from engine.models.low_rank import AdapterWeights, LowRankPart, add_to
+from engine.models.low_rank import AdapterWeights, LowRankPart, Matrix, add_to, pack_a, pack_b
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason="there are no kernels here")
 PATH = "a.b"
@@ -17,9 +19,16 @@ PATH = "a.b"
 def adapter(rank: int, inputs: int, outputs: int, dtype: torch.dtype, seed: int) -> Adapter:
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn((rank, n), generator=generator).to(dtype) for n in (inputs, outputs))
-    weights = AdapterWeights({PATH: LowRankPart(a, b, 0.75)}, {}, 0)
+    weights = AdapterWeights({PATH: LowRankPart(packed(a, pack_a), packed(b, pack_b), 0.75)}, {}, 0)
     weights.tensors = a, b  # type: ignore[attr-defined]
     return Adapter(f"a{seed}", bytes([seed]) * 32, rank, 0, 1, "", weights)
+
+
+def packed(one: torch.Tensor, pack: Callable[[Matrix, Matrix], None]) -> torch.Tensor:
+    to = torch.full_like(one, torch.nan)
+    bits = torch.int16 if one.dtype is torch.bfloat16 else torch.int32
+    pack(one.view(bits).numpy(), to.view(bits).numpy())
+    return to
 
 
 def rows_of(adapters: list[Adapter | None]) -> AdapterRows | None:
@@ -71,6 +80,28 @@ def test_bits_depend_neither_on_rows_nor_on_threads(count: int, threads: int) ->
     assert single is not None
     for row in {0, count // 2, count - 1}:
         alone = before[row : row + 1].clone()
+        add_to(single, PATH, x[row : row + 1], alone)
+        assert torch.equal(alone[0], y[row])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_share_groups_of_any_size(threads: int) -> None:
+    sizes, ranks = (150, 1, 1, 7, 66), (1, 8, 67, 16, 5)
+    adapters = [adapter(rank, 96, 321, torch.bfloat16, seed) for seed, rank in enumerate(ranks)]
+    of_rows = [one for one, size in zip(adapters, sizes, strict=True) for _ in range(size)]
+    x = torch.randn((len(of_rows), 96)).bfloat16()
+    before = torch.randn((len(of_rows), 321)).bfloat16()
+    y, rows = before.clone(), rows_of([*of_rows])
+    assert rows is not None
+    own = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        add_to(rows, PATH, x, y)
+    finally:
+        torch.set_num_threads(own)
+    for row, one in enumerate(of_rows):
+        alone, single = before[row : row + 1].clone(), rows_of([one])
+        assert single is not None
         add_to(single, PATH, x[row : row + 1], alone)
         assert torch.equal(alone[0], y[row])
 
