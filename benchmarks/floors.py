@@ -7,8 +7,8 @@ machine's measured rates.
 
 The ideal schedule prefills a request as soon as it may start, then decodes all running requests
 together. A prefix that all share is computed and read once. Recurrent states are read and written
-once a step. Only dense decoders are supported, whose layers have grouped attention or the gated
-delta rule.
+once a step. Layers have grouped attention or the gated delta rule. Of a mixture of experts, a step
+reads those that its tokens choose, as many as if each chose by chance.
 
 For a GPU, `step_s` computes the floor of a single decode step. There, products and attention run
 one after the other. The products' time is the larger of reading weights and multiplying, and the
@@ -35,7 +35,7 @@ class Shape:
     """A checkpoint's size.
 
     Attributes:
-        linear_parameters: the parameters of the layers' matrices.
+        linear_parameters: the parameters of the layers' matrices, without those of experts.
         head_parameters: the parameters of the matrix that computes the logits.
         other_parameters: the parameters of norms and biases.
         max_tokens: the longest context.
@@ -43,6 +43,8 @@ class Shape:
         kv_width: the number of KV elements per token, over all layers.
         state_width: the number of elements of a request's recurrent states, over all layers. They
             are in float32.
+        expert_parameters: the parameters of all experts, over all layers.
+        chosen_share: the share of them that a token uses.
     """
 
     linear_parameters: int
@@ -53,11 +55,19 @@ class Shape:
     attention_width: int
     kv_width: int
     state_width: int = 0
+    expert_parameters: int = 0
+    chosen_share: float = 0.0
 
-    def weight_bytes(self, dtype: str) -> int:
-        """Return the bytes of weights that a decode step reads."""
+    def weight_bytes(self, dtype: str, tokens: int = 1) -> int:
+        """Return the bytes of weights that a decode step of this many tokens reads."""
         parameters = self.linear_parameters + self.head_parameters + self.other_parameters
-        return parameters * ITEM_BYTES[dtype]
+        read = 1 - (1 - self.chosen_share) ** tokens
+        return (parameters + round(self.expert_parameters * read)) * ITEM_BYTES[dtype]
+
+    @property
+    def used_parameters(self) -> int:
+        """The parameters of the layers' matrices that a token is multiplied by."""
+        return self.linear_parameters + round(self.expert_parameters * self.chosen_share)
 
     def kv_bytes(self, dtype: str) -> int:
         """Return the bytes of KV per token."""
@@ -73,7 +83,7 @@ class Shape:
         """The operations for one token wherever it stands. An element of a state is multiplied and
         added for what the key reads, for the update and for what the query reads.
         """
-        return 2 * self.linear_parameters + 6 * self.state_width
+        return 2 * self.used_parameters + 6 * self.state_width
 
     def token_flops(self, context: int) -> int:
         """Return the operations for one token after this many others, without its logits."""
@@ -147,9 +157,9 @@ def step_s(shape: Shape, dtype: str, batch: int, context: float, rates: Rates) -
     """Return the seconds of one decode step on a GPU: weights or their products, then the KV.
     batch: the requests in the step. context: the mean number of tokens whose KV each of them reads.
     """
-    parameters = shape.linear_parameters + shape.head_parameters
+    parameters = shape.used_parameters + shape.head_parameters
     products_s = max(
-        shape.weight_bytes(dtype) / rates.bandwidth, 2 * parameters * batch / rates.matrix
+        shape.weight_bytes(dtype, batch) / rates.bandwidth, 2 * parameters * batch / rates.matrix
     )
     return products_s + batch * context * shape.kv_bytes(dtype) / rates.bandwidth
 
@@ -220,13 +230,17 @@ def _delta_state(config: dict[str, Any]) -> int:
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
-    """Return the size of a Qwen3 model that is not on disk, from its config's numbers."""
+    """Return the size of a Qwen3 model, dense or of experts, that is not on disk, from its config's
+    numbers.
+    """
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     heads, kv_heads, head_dim = (
         config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
     projections = hidden * head_dim * (2 * heads + 2 * kv_heads)  # queries, output, keys, values
-    gated = 3 * hidden * config["intermediate_size"]
+    gated, experts = 3 * hidden * config["intermediate_size"], config.get("num_experts", 0)
+    if experts:
+        gated = hidden * experts  # the router
     return Shape(
         linear_parameters=layers * (projections + gated),
         head_parameters=config["vocab_size"] * hidden,
@@ -235,6 +249,8 @@ def shape_of(config: dict[str, Any]) -> Shape:
         max_tokens=config["max_position_embeddings"],
         attention_width=layers * heads * head_dim,
         kv_width=2 * layers * kv_heads * head_dim,
+        expert_parameters=layers * experts * 3 * hidden * config.get("moe_intermediate_size", 0),
+        chosen_share=config["num_experts_per_tok"] / experts if experts else 0.0,
     )
 
 

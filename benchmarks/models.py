@@ -36,6 +36,15 @@ SHAPES = {
     "qwen3-0.6b": _shape(1024, 28, 16, 8, 128, 3072, 151_936, 40_960),
     "qwen3-4b": _shape(2560, 36, 32, 8, 128, 9728, 151_936, 40_960),
     "qwen3-8b": _shape(4096, 36, 32, 8, 128, 12_288, 151_936, 40_960, tied=False),
+    "qwen3-moe-13b": _shape(
+        *(2048, 20, 32, 4, 128, 6144, 151_936, 40_960),
+        tied=False,
+        model_type="qwen3_moe",
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
     "qwen3.5-0.8b": _shape(
         *(1024, 24, 8, 2, 256, 3584, 248_320, 40_960),
         theta=1e7,
@@ -51,7 +60,8 @@ SHAPES = {
     "demo-old": _shape(256, 4, 8, 4, 32, 704, 3072, 2048, theta=1e4, model_type="llama"),
 }
 """All shapes are Qwen3 except those that name another type: SmolLM2's, and the shape that the demo
-model had when most of its records were made.
+model had when most of its records were made. The mixture has 20 of the 48 layers of Qwen3-30B-A3B,
+so that a device also holds the judge, in float32.
 """
 
 _ROOT = Path(__file__).resolve().parent.parent

@@ -378,6 +378,9 @@ MEASURING = {
     ),
     "decode-8b": Measuring(decode, "qwen3-8b", "decode and prefill of Qwen3-8B's shape"),
     "decode-4b": Measuring(decode, "qwen3-4b", "the same of Qwen3-4B's"),
+    "decode-moe": Measuring(
+        decode, "qwen3-moe-13b", "the same of a mixture, 20 layers of Qwen3-30B-A3B's shape"
+    ),
     "options": Measuring(
         lambda session: compare(session, OPTIONS),
         "qwen3-8b",

@@ -14,6 +14,7 @@ requests are slower than that. The launches of a step are counted by the trace o
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from benchmarks.processes import ROOT
 from benchmarks.workloads import Lengths
 
 COUNTS = ROOT / "tests" / "engine" / "cuda" / "launches.json"
-FAMILY, DECODER = "qwen3", "own"
-"""The family of the shapes of benchmarks.models, and what computes them on CUDA."""
+DECODER = "own"
+"""What computes the shapes of benchmarks.models on CUDA."""
 TRACED_LAYERS = 3
 """The number of layers of the traced model."""
 H200 = Rates(bandwidth=4.3e12, matrix=790e12)
@@ -44,6 +45,10 @@ includes the time for merging splits.
 """
 PROMPT_SHARE = 0.85
 """The share of the product's rate in a step of prompts."""
+EXPERT_SHARES = (0.7, 0.5)
+"""The shares of the rates that experts' products are assumed to reach, in a decode step and in a
+step of prompts. They were not measured.
+"""
 DRAW_S = (40e-6, 0.85e-6)
 """The time of a draw from 152k logits with top_k: the constant part, and the part per row."""
 PROMPT_STEP = 8192
@@ -60,17 +65,17 @@ class Predicted:
     launches: int
 
 
-def read_counts(kind: str) -> tuple[int, int]:
+def read_counts(kind: str, family: str) -> tuple[int, int]:
     """Return the counted launches of a step, in each layer and outside of the layers. kind: decode
     or prefill.
     """
     table: dict[str, Any] = json.loads(COUNTS.read_text(encoding="utf-8"))
-    found = table["families"][FAMILY][DECODER][kind]
+    found = table["families"][family][DECODER][kind]
     return found["layer"], found["step"] - TRACED_LAYERS * found["layer"]
 
 
 def _launches(kind: str, model: str) -> int:
-    layer, rest = read_counts(kind)
+    layer, rest = read_counts(kind, SHAPES[model].get("model_type", "qwen3"))
     return layer * int(SHAPES[model]["num_hidden_layers"]) + rest
 
 
@@ -82,8 +87,11 @@ def decode(
     """
     shape, launches = shape_of(SHAPES[model]), _launches("decode", model)
     kv_s = batch * context * shape.kv_bytes(_DTYPE) / rates.bandwidth
-    products_s = step_s(shape, _DTYPE, batch, context, rates) - kv_s
-    base_s = products_s / _share(RATE_SHARES, batch) + kv_s / _share(KV_SHARES, batch)
+    dense = dataclasses.replace(shape, expert_parameters=0)
+    dense_s = step_s(dense, _DTYPE, batch, context, rates) - kv_s
+    experts_s = step_s(shape, _DTYPE, batch, context, rates) - kv_s - dense_s
+    base_s = dense_s / _share(RATE_SHARES, batch) + kv_s / _share(KV_SHARES, batch)
+    base_s += experts_s / EXPERT_SHARES[0]
     if draws:
         base_s += DRAW_S[0] + batch * DRAW_S[1]
     return Predicted(*(base_s + launches * each for each in LAUNCH_S), launches)
@@ -92,8 +100,11 @@ def decode(
 def prompt(model: str, tokens: int, rates: Rates = H200) -> Predicted:
     """Predict the time of a prompt of this many tokens, in a step with others."""
     launches = _launches("prefill", model)
-    products_s = prompts_s(shape_of(SHAPES[model]), [Lengths(tokens, 1)], rates)
-    base_s = products_s / PROMPT_SHARE + tokens * small_bytes(SHAPES[model]) / rates.bandwidth
+    shape, lengths = shape_of(SHAPES[model]), [Lengths(tokens, 1)]
+    dense_s = prompts_s(dataclasses.replace(shape, expert_parameters=0), lengths, rates)
+    experts_s = prompts_s(shape, lengths, rates) - dense_s
+    base_s = dense_s / PROMPT_SHARE + experts_s / EXPERT_SHARES[1]
+    base_s += tokens * small_bytes(SHAPES[model]) / rates.bandwidth
     share = tokens / PROMPT_STEP
     return Predicted(*(base_s + share * launches * each for each in LAUNCH_S), launches)
 
@@ -104,11 +115,16 @@ def _share(shares: Mapping[int, float], batch: int) -> float:
 
 def small_bytes(config: Mapping[str, Any]) -> int:
     """Return the bytes read and written per token between products and attention, in all layers:
-    two sums with their norms, rotated queries and keys, values, and the gate.
+    two sums with their norms, rotated queries and keys, values, and the gate; of experts, that of
+    each, and the sum of their results.
     """
     heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
     elements = 8 * config["hidden_size"] + 2 * heads * config["head_dim"]
-    elements += 3 * config["intermediate_size"]
+    if chosen := config.get("num_experts_per_tok", 0):
+        elements += chosen * 3 * config["moe_intermediate_size"]
+        elements += (chosen + 1) * config["hidden_size"]
+    else:
+        elements += 3 * config["intermediate_size"]
     return int(config["num_hidden_layers"] * elements * ITEM_BYTES[_DTYPE])
 
 
@@ -123,7 +139,7 @@ def rates_of(record: Mapping[str, Any]) -> Rates:
 def steps_of(record: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     """Return the seconds of a record's decode steps, by model and requests."""
     found: dict[str, dict[int, float]] = {}
-    for name in ("smoke", "smoke-0.6b", "decode-8b", "decode-4b"):
+    for name in ("smoke", "smoke-0.6b", "decode-8b", "decode-4b", "decode-moe"):
         part = record["parts"].get(name, {"rows": []})
         for row in part["rows"]:
             is_greedy = row.get("sampling") is None

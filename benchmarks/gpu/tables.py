@@ -201,7 +201,7 @@ def predictions(
     """
     least, most = (each * 1e6 for each in predict.LAUNCH_S)
     cells, context = [], sizes.prompt + sizes.output // 2
-    for model in ("qwen3-8b", "qwen3-4b", "qwen3-0.6b"):
+    for model in ("qwen3-8b", "qwen3-4b", "qwen3-0.6b", "qwen3-moe-13b"):
         shape = shape_of(SHAPES[model])
         for batch, draws in itertools.product(sizes.batches, (False, True)):
             found = predict.decode(model, batch, context, rates, draws=draws)
@@ -219,7 +219,8 @@ def predictions(
         f"Estimates: {rates.bandwidth / 1e12:.3g} TB/s and {rates.matrix / 1e12:.0f} TFLOP/s, of "
         f"which products reach {_range(predict.RATE_SHARES)} and attention "
         f"{_range(predict.KV_SHARES)}, by the number of requests; {least:g} to {most:g} µs for "
-        "each launch in a graph. Launches are counted by the trace.",
+        "each launch in a graph. Launches are counted by the trace. Experts' products are assumed "
+        f"to reach {_range(dict(enumerate(predict.EXPERT_SHARES)))}.",
         "",
         *table(f"{head} | measured ms", cells),
     ]

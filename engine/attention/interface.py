@@ -23,6 +23,9 @@ import torch
 from engine.attention.step_states import StepStates
 from engine.contract.adapters import AdapterRows
 
+ENTRIES = "entries"
+"""The name of the array of a captured step whose length is that of the contexts."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -130,6 +133,9 @@ class AttentionMetadata:
 class AttentionBackend(ABC):
     """The interface of a paged attention implementation.
 
+    Methods get a tensor `like` one group's keys in the cache, [num_slots, Hkv, D], with their dtype
+    and device.
+
     `forward` writes the step's keys and values into the cache before it reads from it. It must not
     modify query, key or value.
     """
@@ -159,14 +165,15 @@ class AttentionBackend(ABC):
     def prepare(
         self, layout: BatchLayout, window: int | None, like: torch.Tensor
     ) -> AttentionMetadata:
-        """Create one group's metadata for a step. `like` is a tensor with the cache's dtype and
-        device.
-        """
+        """Create one group's metadata for a step."""
 
-    def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
+    def static_fields(
+        self, shape: StaticShape, window: int | None, like: torch.Tensor
+    ) -> Mapping[str, int]:
         """Return the int64 arrays that a captured step needs for one group's metadata.
 
-        The result maps each array's name to its number of elements.
+        The result maps each array's name to its number of elements. For ENTRIES, that is the
+        maximum: all groups share this array, and only what a step uses of it is copied.
         """
         raise NotImplementedError
 
@@ -174,13 +181,15 @@ class AttentionBackend(ABC):
         self,
         layout: BatchLayout,
         window: int | None,
-        shape: StaticShape,
+        like: torch.Tensor,
         fields: Mapping[str, npt.NDArray[np.int64]],
-    ) -> None:
+        begin: int,
+    ) -> int:
         """Write a step's metadata into the arrays of `static_fields`, on the host.
 
         The result must not depend on what an earlier step left in the arrays. `layout` belongs to a
-        step that fits `shape`; its padding is ignored.
+        step that fits the shape; its padding is ignored. The group's part of ENTRIES starts at
+        `begin`. Returns where it ends.
         """
         raise NotImplementedError
 

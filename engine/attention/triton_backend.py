@@ -21,7 +21,12 @@ from engine.attention.interface import (
     LayerCache,
     StaticShape,
 )
-from engine.attention.step_arrays import StepArraysBackend, array_sizes, fill_arrays
+from engine.attention.step_arrays import (
+    StepArraysBackend,
+    array_sizes,
+    fill_arrays,
+    most_cuts,
+)
 from engine.attention.triton_launch import triton_attention
 from engine.native.device_copy import to_device
 
@@ -34,9 +39,10 @@ class TritonMetadata(AttentionMetadata):
     """One group's metadata.
 
     Attributes:
-        slot_mapping, cu_seqlens, starts, counts, table_offsets, extent, blocks: see `step_arrays`.
+        slot_mapping, cu_seqlens, starts, counts, table_offsets, extent, entries: see `step_arrays`.
         block_size: tokens per block.
         window: the sliding window, or 0 if there is none.
+        most_cuts: see `step_arrays.most_cuts`.
         decode_rows, prefill_rows: see `triton_launch.triton_attention`.
     """
 
@@ -46,9 +52,10 @@ class TritonMetadata(AttentionMetadata):
     counts: torch.Tensor
     table_offsets: torch.Tensor
     extent: torch.Tensor
-    blocks: torch.Tensor
+    entries: torch.Tensor
     block_size: int
     window: int
+    most_cuts: int
     decode_rows: int
     prefill_rows: int
 
@@ -62,19 +69,23 @@ class TritonAttentionBackend(StepArraysBackend):
     def prepare(
         self, layout: BatchLayout, window: int | None, like: torch.Tensor
     ) -> TritonMetadata:
-        tokens = len(layout.positions) + layout.num_padding
-        sizes = array_sizes(tokens, len(layout.counts), layout.tables.size)
-        host = np.zeros(sum(sizes.values()), dtype=np.int64)
+        tokens, most = len(layout.positions) + layout.num_padding, most_cuts(like.shape[1], window)
+        entries = layout.tables.size + layout.num_decodes * most
+        sizes = array_sizes(tokens, len(layout.counts), entries)
+        host = np.empty(sum(sizes.values()), dtype=np.int64)
         ends = np.cumsum(list(sizes.values())).tolist()
         places = {
             name: slice(end - sizes[name], end) for name, end in zip(sizes, ends, strict=True)
         }
-        fill_arrays(layout, {name: host[place] for name, place in places.items()})
-        device = to_device(host, like.device)
+        used = fill_arrays(
+            layout, window, most, {name: host[place] for name, place in places.items()}
+        )
+        device = to_device(host[: len(host) - entries + used], like.device)
         return TritonMetadata(
             **{name: device[place] for name, place in places.items()},
             block_size=layout.block_size,
             window=window or 0,
+            most_cuts=most,
             decode_rows=max(layout.num_decodes, int(layout.num_padding > 0)),
             prefill_rows=len(layout.counts) - layout.num_decodes,
         )
@@ -91,6 +102,7 @@ class TritonAttentionBackend(StepArraysBackend):
             **fields,
             block_size=shape.block_size,
             window=window or 0,
+            most_cuts=most_cuts(like.shape[1], window),
             decode_rows=min(shape.requests, shape.tokens),
             prefill_rows=0 if shape.is_decode else min(shape.requests, shape.tokens // 2),
         )
@@ -148,10 +160,11 @@ class TritonAttentionBackend(StepArraysBackend):
             step.counts,
             step.table_offsets,
             step.extent,
-            step.blocks,
+            step.entries,
             params.sinks,
             step.block_size,
             step.window,
+            step.most_cuts,
             step.decode_rows,
             step.prefill_rows,
             params.scaling,

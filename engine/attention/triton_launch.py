@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from engine.attention.triton_kernels.decode import CUT, SCANNED, decode_kernel, merge_kernel
+from engine.attention.triton_kernels.decode import decode_kernel, merge_kernel
 from engine.attention.triton_kernels.prefill import prefill_kernel
 from engine.attention.triton_kernels.write import write_kernel
 from engine.native.torch_library import operation, writes_nothing
@@ -30,11 +30,6 @@ multiprocessor's 64k registers suffice, maximum registers per thread). The last 
 compiler stays low enough without a limit. With compute capability 9.0, the compiler spills some
 registers if it has no limit, rather than use a few more than would let another program run. It also
 spills if the limit is 168 and it needs all 168.
-"""
-_FEWEST_CUTS, _MOST_CUTS = 16, 128
-_PARTIALS = 256
-"""The maximum product of the cuts of one request and the key/value heads. It is enough to fill a
-device with one long request.
 """
 _PART, _PARTS = 128, 4
 """BLOCK_D and the number of parts, for keys that are read in parts. See `Tiles.columns`."""
@@ -50,8 +45,9 @@ _SCHEMA = (
     "triton_attention(Tensor query, Tensor? key, Tensor? value, Tensor(a!) keys, "
     "Tensor(b!) values, Tensor(c!) output, Tensor slot_mapping, Tensor cu_seqlens, Tensor starts, "
     "Tensor counts, "
-    "Tensor table_offsets, Tensor extent, Tensor blocks, Tensor? sinks, int block_size, "
-    "int window, int decode_rows, int prefill_rows, float scaling, float? softcap) -> ()"
+    "Tensor table_offsets, Tensor extent, Tensor entries, Tensor? sinks, int block_size, "
+    "int window, int most_cuts, int decode_rows, int prefill_rows, float scaling, float? softcap) "
+    "-> ()"
 )
 
 
@@ -182,17 +178,6 @@ def _padded(size: int) -> int:
 
 
 @cache
-def most_cuts(num_kv_heads: int, window: int) -> int:
-    """Return MAX_CUTS for a layer: the maximum number of cuts of one context.
-
-    It does not depend on the step. A `window` of 0 means no window.
-    """
-    limit = max(_FEWEST_CUTS, min(_MOST_CUTS, _PARTIALS // _padded(num_kv_heads)))
-    length: int = CUT.value
-    return min(limit, -(-window // length) + 1) if window else limit
-
-
-@cache
 def decode_places(
     tiles: Tiles, *, dim: int, value_dim: int, itemsize: int, size: DeviceSize
 ) -> int:
@@ -226,10 +211,11 @@ def triton_attention(
     counts: torch.Tensor,
     table_offsets: torch.Tensor,
     extent: torch.Tensor,
-    blocks: torch.Tensor,
+    entries: torch.Tensor,
     sinks: torch.Tensor | None,
     block_size: int,
     window: int,
+    most_cuts: int,
     decode_rows: int,
     prefill_rows: int,
     scaling: float,
@@ -243,10 +229,11 @@ def triton_attention(
         value: [Hkv, T, Dv].
         keys, values: the layer's cache, [num_slots, Hkv, D] and [num_slots, Hkv, Dv].
         output: [T, Hq, Dv], contiguous.
-        slot_mapping, cu_seqlens, starts, counts, table_offsets, extent, blocks: see `step_arrays`.
+        slot_mapping, cu_seqlens, starts, counts, table_offsets, extent, entries: see `step_arrays`.
         sinks: [Hq].
         block_size: tokens per block.
         window: the sliding window, or 0 if there is none.
+        most_cuts: the maximum number of cuts of a context, for which `entries` was made.
         decode_rows: how many of the first requests may have one token; above 0 if there is padding.
         prefill_rows: how many requests may have more than one token.
         scaling, softcap: see AttentionParams.
@@ -263,7 +250,7 @@ def triton_attention(
     attention = _Attention(
         tensors=(query, keys, values, output),
         sinks=sinks,
-        step=(cu_seqlens, starts, counts, table_offsets, extent, blocks),
+        step=(cu_seqlens, starts, counts, table_offsets, extent, entries),
         scales=scales,
         layer=layer,
     )
@@ -278,7 +265,7 @@ def triton_attention(
                 **sizes,
             )
         if decode_rows:
-            attention.decode(decode_rows)
+            attention.decode(decode_rows, most_cuts)
         if prefill_rows:
             attention.prefill(prefill_rows)
 
@@ -324,7 +311,7 @@ class _Attention:
     Attributes:
         tensors: query, keys, values, output.
         sinks: the sinks, or None.
-        step: cu_seqlens, starts, counts, table_offsets, extent, blocks.
+        step: cu_seqlens, starts, counts, table_offsets, extent, entries.
         scales: the factors of scores before and after a softcap.
         layer: the constants shared by decode and prefill.
     """
@@ -335,12 +322,11 @@ class _Attention:
     scales: tuple[float, float]
     layer: Mapping[str, int]
 
-    def decode(self, rows: int) -> None:
-        """Compute the requests with one token among the first `rows`."""
+    def decode(self, rows: int, limit: int) -> None:
+        """Compute the requests with one token, at most `rows`, in at most `limit` cuts each."""
         query, _, _, output = self.tensors
-        layer, (cu_seqlens, starts, counts, *_) = self.layer, self.step
+        layer, (cu_seqlens, starts, counts, *rest) = self.layer, self.step
         kv_heads, groups, value_dim = layer["KV_HEADS"], layer["GROUPS"], layer["VALUE_DIM"]
-        limit = most_cuts(kv_heads, layer["WINDOW"])
         parts = (rows, kv_heads, limit, groups)
         partials = query.new_empty((*parts, value_dim), dtype=torch.float32)
         highests, totals = query.new_empty((2, *parts), dtype=torch.float32).unbind(0)
@@ -354,11 +340,11 @@ class _Attention:
         )
         decode_kernel[(max(1, min(places // kv_heads, rows * limit)), kv_heads)](
             *(*self.tensors, partials, highests, totals, self.sinks),
-            *(*self.step, rows, query.shape[1], *self.scales, query.stride(0), query.stride(1)),
+            *(cu_seqlens, starts, *rest),
+            *(query.shape[1], *self.scales, query.stride(0), query.stride(1)),
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.keys,
             MAX_CUTS=limit,
-            ROWS=_rows_class(rows),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             maxnreg=tiles.registers,
@@ -437,14 +423,6 @@ def _told(device: torch.device) -> dict[str, bool]:
     """Return the options common to all launches."""
     overlaps = device_size(device).overlaps
     return {"OVERLAPS": overlaps, "launch_pdl": overlaps, "enable_fp_fusion": _FUSES}
-
-
-def _rows_class(rows: int) -> int:
-    """Return the value of ROWS for `decode_kernel`."""
-    if rows <= 1:
-        return rows
-    most: int = SCANNED.value
-    return most if rows <= most else 0
 
 
 def _on_its_device(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -46,7 +46,7 @@ from engine.sampling.plain import MostLikely, PlainChoice, choose_most_likely, w
 logger = logging.getLogger(__name__)
 
 _MOST_TABLE_ENTRIES = 1 << 20
-"""The maximum number of block table entries of a captured step: 8 MiB, which each replay copies."""
+"""The maximum number of block table entries of a captured step: 8 MiB of memory."""
 
 
 @dataclass(frozen=True, slots=True)

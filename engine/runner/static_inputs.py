@@ -4,6 +4,9 @@
                                                      the numbers of the choice, the model's inputs
                                                      and the fields of the attention's metadata
 
+What depends on the lengths of contexts comes last, for all groups one after another. The copy ends
+where a step's own content ends.
+
 The tokens of the last step come before that tensor, where captured steps write them. A step gathers
 its own tokens from both by index. So captured work itself carries over tokens that are not on the
 host yet.
@@ -23,7 +26,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention.interface import AttentionBackend, AttentionMetadata, StaticShape
+from engine.attention.interface import (
+    ENTRIES,
+    AttentionBackend,
+    AttentionMetadata,
+    StaticShape,
+)
 from engine.kv_cache.groups import LayerGroup
 from engine.runner.device import StepDevice
 from engine.runner.input_batch import InputBatch
@@ -53,7 +61,7 @@ class InputMemory:
         num_input_buffers: int,
         most_requests: int,
     ) -> None:
-        size = max(sum(_sizes(shape, backend, kv.groups).values()) for shape in shapes)
+        size = max(sum(_sizes(shape, backend, kv).values()) for shape in shapes)
         self.device = device
         self.host = tuple(device.host_buffer(size) for _ in range(num_input_buffers))
         self.whole = torch.zeros(most_requests + size, dtype=torch.int64, device=kv.device)
@@ -81,8 +89,8 @@ class StaticInputs:
         self._backend = backend
         self._kv = kv
         self._memory = memory
-        sizes = _sizes(shape, backend, kv.groups)
-        self._total = sum(sizes.values())
+        sizes = _sizes(shape, backend, kv)
+        self._fixed = sum(sizes.values()) - sizes[ENTRIES]
         self._arrays = tuple(_split(host.numpy(), sizes) for host in memory.host)
         self._tensors = _split(memory.target, sizes)
         first = len(memory.tokens) + shape.requests * COLUMNS
@@ -125,10 +133,11 @@ class StaticInputs:
             rows = inputs.logit_rows
             arrays["logit_rows"][: len(rows)] = rows
             arrays["logit_rows"][len(rows) :] = 0
+        used = 0
         for group, layout in zip(self._kv.groups, inputs.layouts, strict=True):
-            fields = _of_group(arrays, group)
-            self._backend.fill_static(layout, group.window, shape, fields)
-        memory, total = self._memory, self._total
+            fields, like = _of_group(arrays, group), _keys(self._kv, group)
+            used = self._backend.fill_static(layout, group.window, like, fields, used)
+        memory, total = self._memory, self._fixed + used
         memory.device.upload(memory.host[buffers][:total], memory.target[:total])
 
     def token_ids(self) -> torch.Tensor:
@@ -156,24 +165,25 @@ class StaticInputs:
                 self.shape,
                 group.window,
                 _of_group(self._tensors, group),
-                self._kv.caches[group.layers[0]].keys,
+                _keys(self._kv, group),
             )
             for group in self._kv.groups
         ]
 
 
-def _sizes(
-    shape: StaticShape, backend: AttentionBackend, groups: Iterable[LayerGroup]
-) -> dict[str, int]:
+def _sizes(shape: StaticShape, backend: AttentionBackend, kv: KVTensors) -> dict[str, int]:
     # The numbers come first, so that they have one place in all shapes.
     sizes = {"numbers": shape.requests * COLUMNS, "token_ids": shape.tokens}
     sizes |= {"sources": shape.tokens, "positions": shape.tokens}
     if not shape.is_decode:
         sizes["logit_rows"] = shape.requests
-    for group in groups:
-        fields = backend.static_fields(shape, group.window)
-        sizes.update({f"{group.group_id}.{name}": size for name, size in fields.items()})
-    return sizes
+    entries = 0
+    for group in kv.groups:
+        fields = backend.static_fields(shape, group.window, _keys(kv, group))
+        entries += fields.get(ENTRIES, 0)
+        fixed = {name: size for name, size in fields.items() if name != ENTRIES}
+        sizes.update({f"{group.group_id}.{name}": size for name, size in fixed.items()})
+    return {**sizes, ENTRIES: entries}
 
 
 def _split(array: _Array, sizes: Mapping[str, int]) -> dict[str, _Array]:
@@ -187,6 +197,11 @@ def _split(array: _Array, sizes: Mapping[str, int]) -> dict[str, _Array]:
 def _of_group(parts: Mapping[str, _Array], group: LayerGroup) -> dict[str, _Array]:
     """Return one group's fields, by the backend's names for them."""
     prefix = f"{group.group_id}."
-    return {
+    own = {
         name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)
     }
+    return {**own, ENTRIES: parts[ENTRIES]}
+
+
+def _keys(kv: KVTensors, group: LayerGroup) -> torch.Tensor:
+    return kv.caches[group.layers[0]].keys

@@ -13,11 +13,12 @@ from benchmarks.gpu.sizes import GPU_SIZES
 from benchmarks.gpu.tables import predictions
 from benchmarks.models import SHAPES
 
-LARGE = "qwen3-8b"
+LARGE, MIXTURE = "qwen3-8b", "qwen3-moe-13b"
 
 
 def test_launches_are_those_of_the_trace() -> None:
-    (layer, rest), prefill = predict.read_counts("decode"), predict.read_counts("prefill")
+    layer, rest = predict.read_counts("decode", "qwen3")
+    prefill = predict.read_counts("prefill", "qwen3")
     assert layer <= 11
     assert prefill[0] <= 11
     assert 0 < rest < 40
@@ -25,7 +26,7 @@ def test_launches_are_those_of_the_trace() -> None:
 
 
 def test_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predict, "read_counts", lambda kind: (10, 8))
+    monkeypatch.setattr(predict, "read_counts", lambda *given: (10, 8))
     rates = Rates(bandwidth=1e12, matrix=1e15)
     found = predict.decode(LARGE, 4, 1000, rates)
     base = 15.136e-3 / 0.83 + 4 * 1000 * 147456e-12 / 0.7
@@ -37,13 +38,44 @@ def test_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predict, "read_counts", lambda kind: (9, 8))
+    monkeypatch.setattr(predict, "read_counts", lambda *given: (9, 8))
     elements = 8 * 4096 + 2 * (32 + 16) * 128 + 3 * 12288
     assert predict.small_bytes(SHAPES[LARGE]) == 36 * 2 * elements
     found = predict.prompt(LARGE, 1024, Rates(1e12, 1e15))
     flops = shape_of(SHAPES[LARGE]).prompt_flops(0, 1024)
     base = flops / 0.85e15 + 1024 * 72 * elements / 1e12
     assert found.least_s == pytest.approx(base + 332 * 1.5e-6 / 8, rel=1e-6)
+
+
+def test_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step reads the experts that its tokens choose; a token is multiplied by eight of them."""
+    families = []
+
+    def counts(kind: str, family: str) -> tuple[int, int]:
+        families.append(family)
+        return 14, 11
+
+    monkeypatch.setattr(predict, "read_counts", counts)
+    shape, rates = shape_of(SHAPES[MIXTURE]), Rates(bandwidth=1e12, matrix=1e15)
+    expert = 3 * 2048 * 768
+    assert shape.expert_parameters == 20 * 128 * expert
+    dense = 20 * (2048 * 128 * 72 + 2048 * 128) + 151936 * 2048
+    assert shape.used_parameters + shape.head_parameters == dense + 20 * 8 * expert
+    assert shape.weight_bytes("bfloat16") == pytest.approx(2 * (dense + 160 * expert), rel=1e-3)
+    experts = 128 * (1 - (15 / 16) ** 32)
+    assert shape.weight_bytes("bfloat16", 32) == pytest.approx(
+        2 * (dense + 20 * experts * expert), rel=1e-3
+    )
+    found = predict.decode(MIXTURE, 32, 1000, rates)
+    base = 2 * dense * 1e-12 / 0.83 + 2 * 20 * experts * expert * 1e-12 / 0.7
+    base += 32 * 1000 * 20 * 2 * 4 * 128 * 2 * 1e-12 / 0.7
+    assert found.launches == 291
+    assert found.least_s == pytest.approx(base + 291 * 1.5e-6, rel=1e-3)
+    assert families == ["qwen3_moe"]
+    assert predict.small_bytes(SHAPES[MIXTURE]) == 40 * (
+        8 * 2048 + 2 * 40 * 128 + 8 * 3 * 768 + 9 * 2048
+    )
+    assert predict.prompt(MIXTURE, 1024, rates).least_s > (shape.prompt_flops(0, 1024) / 1e15)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +98,7 @@ def test_what_an_h200_took_is_within_the_estimate(
 def test_the_table_has_the_floor_and_what_was_measured() -> None:
     lines = predictions(GPU_SIZES, predict.H200, {LARGE: {32: 0.0065}})
     assert lines[0].startswith("Estimates: ")
-    assert len(lines) == 4 + 3 * (2 * len(GPU_SIZES.batches) + 1)
+    assert len(lines) == 4 + 4 * (2 * len(GPU_SIZES.batches) + 1)
     [row] = [line for line in lines if line.startswith("| qwen3-8b | decode of 32 |")]  # greedy
     assert row.endswith("| 6.5 (73%) |")
     [row] = [line for line in lines if line.startswith("| qwen3-4b | decode of 1 |")]

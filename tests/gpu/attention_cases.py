@@ -7,9 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention.interface import AttentionParams, BatchLayout, LayerCache, StaticShape
+from engine.attention.interface import (
+    ENTRIES,
+    AttentionParams,
+    BatchLayout,
+    LayerCache,
+    StaticShape,
+)
 from engine.attention.triton_backend import TritonAttentionBackend
 
+OTHERS = 37
+"""How many entries other groups have in front of a step's, at fixed places."""
 # Weights and outputs are rounded to the dtype once each; sums are float32.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 
@@ -170,10 +178,12 @@ class Case:
             metadata = backend.prepare(layout, window, cache.keys)
         else:
             padding = shape.tokens - int(layout.counts.sum())
-            sizes = backend.static_fields(shape, window)
+            sizes = dict(backend.static_fields(shape, window, cache.keys))
+            sizes[ENTRIES] += OTHERS
             # What an earlier step left in the arrays must not matter.
             arrays = {name: np.full(size, 10**6, dtype=np.int64) for name, size in sizes.items()}
-            backend.fill_static(layout, window, shape, arrays)
+            end = backend.fill_static(layout, window, cache.keys, arrays, OTHERS)
+            assert end <= sizes[ENTRIES]
             fields = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
             metadata = backend.static_metadata(shape, window, fields, cache.keys)
         query, key, value = (

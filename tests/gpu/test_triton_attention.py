@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
-from engine.attention import triton_launch
+from engine.attention import step_arrays, triton_backend, triton_launch
 from engine.attention.interface import BatchLayout
 from engine.attention.triton_kernels import decode
 from tests.gpu.attention_cases import TOLERANCES, Case, Layer, make_layout, shape_for
@@ -184,7 +184,7 @@ def test_long_contexts_are_cut(
 ) -> None:
     """More cuts than are merged at once; and fewer cuts than the shortest would make."""
     if limit is not None:
-        monkeypatch.setattr(triton_launch, "most_cuts", lambda heads, window: limit)
+        monkeypatch.setattr(triton_backend, "most_cuts", lambda heads, window: limit)
     layer = Layer(4, 2, 16, 16, window=window, has_sinks=True)
     layout = make_layout([(0, 1), (255, 1), (256, 1), (4400, 1)], 256, window=window)
     case = Case(layout, layer, torch.float32, fill=float("nan"))
@@ -196,48 +196,38 @@ def test_long_contexts_are_cut(
 
 
 @triton.jit
-def _shares(
-    starts,
-    counts,
-    found,
-    num_rows,
-    ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MAX_CUTS: tl.constexpr,
-):
+def _shares(extent, entries, found, MAX_CUTS: tl.constexpr):
     place = found + tl.program_id(0) * 4
-    begin, end, row, before = decode._share(starts, counts, num_rows, ROWS, WINDOW, MAX_CUTS)
+    begin, end, row, before = decode._share(extent, entries, MAX_CUTS)
     tl.store(place, begin)
     tl.store(place + 1, end)
     tl.store(place + 2, row)
     tl.store(place + 3, before)
 
 
-@pytest.mark.parametrize("places", [1, 7, 40])
+@pytest.mark.parametrize("places", [1, 7, 40, 396])
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("short", [130, 50, None])
 def test_cuts_are_shared_out_evenly(
     places: int, window: int, short: int | None, device: torch.device
 ) -> None:
     """However long the contexts are, and however many: each program finds its share of them."""
-    limit = triton_launch.most_cuts(8, window)
-    lengths = [(32_000, 1)] if short is None else [(5, 1)] * short + [(32_000, 1)] + [(700, 1)] * 70
-    cuts = [{5: 1, 32_000: 3 if window else 32, 700: 2 if window else 3}[one] for one, _ in lengths]
+    most = step_arrays.most_cuts(8, window)
+    parts = [(32_000, 1)] if short is None else [(5, 1)] * short + [(32_000, 1)] + [(700, 1)] * 70
+    cuts = [{5: 1, 32_000: 3 if window else 32, 700: 2 if window else 3}[one] for one, _ in parts]
     if short is not None:
-        lengths += [(90, 40), (0, 0), (0, 0)]
-    starts, counts = torch.tensor(lengths, dtype=torch.int64, device=device).unbind(1)
-    found = torch.full((places, 4), -1, dtype=torch.int32, device=device)
-    rows = len(starts)
-    _shares[(places,)](
-        starts.contiguous(),
-        counts.contiguous(),
-        found,
-        rows,
-        ROWS=triton_launch._rows_class(rows),
-        WINDOW=window,
-        MAX_CUTS=limit,
+        parts += [(90, 40), (0, 7)]
+    layout = make_layout(parts, 256)
+    order = np.argsort([start for start, count in parts if count == 1], kind="stable")
+    of_row = [row for row, place in enumerate(order) for _ in range(cuts[place])]
+    sizes = step_arrays.array_sizes(
+        len(layout.positions), len(parts), layout.tables.size + len(cuts) * most
     )
-    of_row = [row for row, count in enumerate(cuts) for _ in range(count)]
+    arrays = {name: np.full(size, -1, dtype=np.int64) for name, size in sizes.items()}
+    step_arrays.fill_arrays(layout, window, most, arrays)
+    extent, entries = (torch.tensor(arrays[name], device=device) for name in ("extent", "entries"))
+    found = torch.full((places, 4), -1, dtype=torch.int32, device=device)
+    _shares[(places,)](extent, entries, found, MAX_CUTS=most)
     reached = 0
     for begin, end, row, before in found.tolist():
         assert begin == reached
@@ -247,6 +237,39 @@ def test_cuts_are_shared_out_evenly(
             assert row == of_row[begin]
             assert before == of_row.index(row)
     assert reached == len(of_row)
+
+
+@triton.jit
+def _counted(positions, found, SIZE: tl.constexpr, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    _, _, cuts = decode._cuts(tl.load(positions + places), WINDOW, MAX_CUTS)
+    tl.store(found + places, cuts)
+
+
+@settings(SETTINGS, max_examples=EXAMPLES)
+@given(
+    positions=st.lists(
+        st.one_of(
+            st.integers(0, 1 << 20),
+            st.integers(0, 300).map(lambda cuts: cuts * 256),
+            st.integers(1, 300).map(lambda cuts: cuts * 256 - 1),
+        ),
+        min_size=16,
+        max_size=16,
+    ),
+    window=st.sampled_from([0, 1, 255, 256, 257, 4096]),
+    kv_heads=st.sampled_from([1, 4, 8, 30, 128]),
+)
+def test_the_host_counts_the_cuts_that_the_device_makes(
+    positions: list[int], window: int, kv_heads: int, device: torch.device
+) -> None:
+    most = step_arrays.most_cuts(kv_heads, window)
+    found = torch.zeros(16, dtype=torch.int32, device=device)
+    on_device = torch.tensor(positions, dtype=torch.int32, device=device)
+    _counted[(1,)](on_device, found, SIZE=16, WINDOW=window, MAX_CUTS=most)
+    counted = step_arrays.count_cuts(np.array(positions), window, most)
+    assert found.tolist() == counted.tolist()
+    assert 1 <= counted.min() <= counted.max() <= most
 
 
 @settings(SETTINGS, max_examples=EXAMPLES // 3)

@@ -13,10 +13,10 @@ All query heads of a key/value head are rows of one tile, so that a context is r
 them. Decode has a separate kernel for two reasons: a decode program would have too few rows for the
 prefill kernel's tiles, and a single program for a long context would leave the device idle.
 
-Lengths are read on the device, so that a launch can be captured and replayed for any lengths. Each
-decode program counts the cuts of all requests to find its share. A long context among short ones is
-therefore computed by many programs. A prefill grid is an upper bound, and programs with nothing to
-do exit immediately.
+Lengths are read on the device, so that a launch can be captured and replayed for any lengths. The
+host lists the cuts of all requests once a step, and each decode program takes an equal part of the
+list. A long context among short ones is therefore computed by many programs. A prefill grid is an
+upper bound, and programs with nothing to do exit immediately.
 
 A request's result does not depend on the other requests in the step. In a mixed step, each
 request's number of tokens decides which kernel computes it. The cuts of a context depend only on

@@ -20,7 +20,7 @@ STEP_ARRAYS = [
     "counts",
     "table_offsets",
     "extent",
-    "blocks",
+    "entries",
 ]
 
 

@@ -13,22 +13,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.attention.step_arrays import SHORTEST_CUT
 from engine.attention.triton_kernels.attend import STEP_ARRAYS, add_sink, attend
-from engine.attention.triton_kernels.overlap import follow, let_next_start, wait_for_last
+from engine.attention.triton_kernels.overlap import let_next_start, wait_for_last
 
-CUT = tl.constexpr(256)
-"""Tokens in the shortest cut, a multiple of BLOCK_N. Longer cuts are multiples of this."""
+CUT = tl.constexpr(SHORTEST_CUT)
+"""A multiple of BLOCK_N."""
 MERGED = tl.constexpr(16)
 """The number of cuts that are merged at a time."""
-SCANNED = tl.constexpr(128)
-"""The number of requests whose cuts are counted at a time."""
 
 
 @triton.jit
 def _cuts(last, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
     """Divide the context of a token at position `last` into cuts.
 
-    Returns the start of the first cut, the length of each cut, and the number of cuts.
+    Returns the start of the first cut, the length of each cut, and the number of cuts, which is
+    that of `step_arrays.count_cuts`.
     """
     first = last * 0
     if WINDOW > 0:
@@ -38,70 +38,37 @@ def _cuts(last, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
 
 
 @triton.jit
-def _cuts_of_rows(starts, counts, base, num_rows, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
-    """Return the number of cuts of each of the SCANNED rows from `base` on.
-
-    It is 0 for rows that are not decoded.
-    """
-    rows = base + tl.arange(0, SCANNED)
-    there = rows < num_rows
-    last = tl.load(starts + rows, mask=there, other=0).to(tl.int32)
-    is_decoded = tl.load(counts + rows, mask=there, other=0) == 1
-    _, _, cuts = _cuts(last, WINDOW, MAX_CUTS)
-    return tl.where(is_decoded, cuts, 0)
-
-
-@triton.jit
-def _share(
-    starts, counts, num_rows, ROWS: tl.constexpr, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr
-):
+def _share(extent, entries, MAX_CUTS: tl.constexpr):
     """Find this program's share of the cuts of all rows, which are numbered row by row.
 
     Returns the first cut, the end, the row of the first cut, and the number of cuts before that
-    row. For ROWS, see `decode_kernel`.
+    row.
     """
-    place = tl.program_id(0).to(tl.int64)
-    row = num_rows * 0
-    before = num_rows * 0
-    if ROWS == 1:
-        _, _, total = _cuts(tl.load(starts).to(tl.int32), WINDOW, MAX_CUTS)
-        total = tl.where(tl.load(counts) == 1, total, 0)
-        begin = (place * total // tl.num_programs(0)).to(tl.int32)
-        end = ((place + 1) * total // tl.num_programs(0)).to(tl.int32)
-    elif ROWS == SCANNED:
-        cuts = _cuts_of_rows(starts, counts, 0, num_rows, WINDOW, MAX_CUTS)
-        total = tl.sum(cuts, 0)
-        begin = (place * total // tl.num_programs(0)).to(tl.int32)
-        end = ((place + 1) * total // tl.num_programs(0)).to(tl.int32)
-        ends = tl.cumsum(cuts, 0)
-        is_before = (ends <= begin) & (tl.arange(0, SCANNED) < num_rows)
-        row += tl.sum(is_before.to(tl.int32), 0)
-        before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), 0))
-    else:
-        total = num_rows * 0
-        for base in range(0, num_rows, SCANNED):
-            total += tl.sum(_cuts_of_rows(starts, counts, base, num_rows, WINDOW, MAX_CUTS), 0)
-        begin = (place * total // tl.num_programs(0)).to(tl.int32)
-        end = ((place + 1) * total // tl.num_programs(0)).to(tl.int32)
-        seen = num_rows * 0
-        for base in range(0, num_rows, SCANNED):
-            cuts = _cuts_of_rows(starts, counts, base, num_rows, WINDOW, MAX_CUTS)
-            ends = seen + tl.cumsum(cuts, 0)
-            is_before = (ends <= begin) & (base + tl.arange(0, SCANNED) < num_rows)
-            row += tl.sum(is_before.to(tl.int32), 0)
-            before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), 0))
-            seen += tl.sum(cuts, 0)
-    return begin, end, row, before
+    place, programs = tl.program_id(0), tl.num_programs(0)
+    total = tl.load(extent + 3).to(tl.int32)
+    least, more = total // programs, total % programs
+    begin = place * least + tl.minimum(place, more)
+    end = begin + least + (place < more).to(tl.int32)
+    number = tl.load(entries + tl.load(extent + 4) + begin, mask=begin < end, other=0).to(tl.int32)
+    return begin, end, number // MAX_CUTS, begin - number % MAX_CUTS
 
 
 @triton.jit
-def _clear(places, stored, row_size, extent, num_tokens):
+def _row(starts, cu_seqlens, table_offsets, row, there):
+    """Return a row's position, the index of its token, and the offset of its block table."""
+    last = tl.load(starts + row, mask=there, other=0).to(tl.int32)
+    token = tl.load(cu_seqlens + row, mask=there, other=0)
+    return last, token, tl.load(table_offsets + row, mask=there, other=0)
+
+
+@triton.jit
+def _clear(places, stored, row_size, used_tokens, num_tokens):
     """Set the output of this program's share of the padding tokens to 0.
 
     places and stored, both [M, V], are the output addresses and the mask for the first token.
     """
     zeros = tl.zeros(places.shape, dtype=places.dtype.element_ty)
-    padding = tl.load(extent + 2).to(tl.int32) + tl.program_id(0)
+    padding = used_tokens + tl.program_id(0)
     for unused in range(padding, num_tokens, tl.num_programs(0)):
         tl.store(places + tl.cast(unused, tl.int64) * row_size, zeros, mask=stored)
 
@@ -144,7 +111,7 @@ def _store_cut(
         tl.store(totals + part + members, total, mask=members < GROUPS)
 
 
-@triton.jit(do_not_specialize=[*STEP_ARRAYS, "num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=[*STEP_ARRAYS, "num_tokens"])
 def decode_kernel(
     query,
     keys,
@@ -156,11 +123,9 @@ def decode_kernel(
     sinks,
     cu_seqlens,
     starts,
-    counts,
     table_offsets,
     extent,
-    blocks,
-    num_rows,
+    entries,
     num_tokens,
     inner_scale,
     outer_scale,
@@ -179,22 +144,21 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MAX_CUTS: tl.constexpr,
-    ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Compute the requests with one token among the first `num_rows`. Grid [programs, Hkv].
+    """Compute the requests with one token. Grid [programs, Hkv].
 
-    This kernel also sets the output of padding tokens to 0, because no other kernel writes it.
-
-    ROWS limits the number of rows: 1 is a single row, SCANNED is up to that many, and 0 is any
-    number. The lower the limit, the sooner a program knows its share. No kernel writes the data
-    from which the share is computed.
+    This kernel also sets the output of padding tokens to 0, because no other kernel writes it. No
+    kernel writes a step's arrays, so what a program needs to begin is read while the previous
+    kernel still runs.
 
     partials: float32 [rows, Hkv, MAX_CUTS, G, Dv]; highests, totals: [rows, Hkv, MAX_CUTS, G].
     The result of a context with a single cut is written directly to the output.
     """
     let_next_start(OVERLAPS)
-    begin, end, row, before = _share(starts, counts, num_rows, ROWS, WINDOW, MAX_CUTS)
+    begin, end, row, before = _share(extent, entries, MAX_CUTS)
+    last, token, offset = _row(starts, cu_seqlens, table_offsets, row, begin < end)
+    used_tokens = tl.load(extent + 2).to(tl.int32)
     wait_for_last(OVERLAPS)
     head = tl.program_id(1)
     members = tl.arange(0, BLOCK_M)
@@ -204,13 +168,11 @@ def decode_kernel(
     stored = (members < GROUPS)[:, None] & (value_dims < VALUE_DIM)[None, :]
     row_size = KV_HEADS * GROUPS * VALUE_DIM
     written = output + heads[:, None] * VALUE_DIM + value_dims[None, :]
-    _clear(written, stored, row_size, extent, num_tokens)
+    _clear(written, stored, row_size, used_tokens, num_tokens)
     while begin < end:
-        last = tl.load(starts + row).to(tl.int32)
         first, length, num_cuts = _cuts(last, WINDOW, MAX_CUTS)
         stop = tl.minimum(end, before + num_cuts)
-        table = blocks + tl.load(table_offsets + row)
-        token = tl.load(cu_seqlens + row)
+        table = entries + offset
         source = query + token * query_token_stride + head.to(tl.int64) * GROUPS * query_head_stride
         source += members[:, None] * query_head_stride + dims[None, :]
         inside = (members < GROUPS)[:, None] & (dims < DIM)[None, :]
@@ -233,6 +195,7 @@ def decode_kernel(
         begin = stop
         before += num_cuts
         row += 1
+        last, token, offset = _row(starts, cu_seqlens, table_offsets, row, begin < end)
 
 
 @triton.jit(do_not_specialize=STEP_ARRAYS)
@@ -255,13 +218,14 @@ def merge_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Merge the results of cuts in order, MERGED at a time. Grid [rows, Hq]."""
-    follow(OVERLAPS)
+    let_next_start(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    if tl.load(counts + row) != 1:
-        return
     _, _, num_cuts = _cuts(tl.load(starts + row).to(tl.int32), WINDOW, MAX_CUTS)
-    if num_cuts == 1:
+    is_merged = (tl.load(counts + row) == 1) & (num_cuts > 1)
+    token = tl.load(cu_seqlens + row)
+    wait_for_last(OVERLAPS)
+    if not is_merged:
         return
     origin = (row * (HEADS // GROUPS) + head // GROUPS) * MAX_CUTS * GROUPS + head % GROUPS
     dims = tl.arange(0, BLOCK_V)
@@ -287,5 +251,5 @@ def merge_kernel(
     if SINKS:
         acc, total = add_sink(acc, highest, total, tl.load(sinks + head + tl.arange(0, 1)))
     result = (acc / total[:, None]).to(output.dtype.element_ty)
-    place = (tl.load(cu_seqlens + row) * HEADS + head) * VALUE_DIM
+    place = (token * HEADS + head) * VALUE_DIM
     tl.store(output + place + dims[None, :], result, mask=(dims < VALUE_DIM)[None, :])

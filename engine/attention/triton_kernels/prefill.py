@@ -93,7 +93,7 @@ def prefill_kernel(
     counts,
     table_offsets,
     extent,
-    blocks,
+    entries,
     inner_scale,
     outer_scale,
     query_head_stride,
@@ -128,7 +128,7 @@ def prefill_kernel(
     if (offset < 0) | (offset >= count):
         return
     start = tl.load(starts + row).to(tl.int32)
-    table = blocks + tl.load(table_offsets + row)
+    table = entries + tl.load(table_offsets + row)
     members = tl.arange(0, BLOCK_M)
     tokens = members // GROUPS
     ours = (tokens < BLOCK_Q) & (offset + tokens < count)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from engine.attention import registry
+from engine.attention.step_arrays import SHORTEST_CUT, most_cuts
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.contract.errors import ConfigError
 
@@ -25,7 +26,7 @@ triton = pytest.importorskip("triton")
 from engine.attention import triton_launch
 from engine.attention.triton_backend import TritonAttentionBackend
 from engine.attention.triton_kernels.attend import STEP_ARRAYS
-from engine.attention.triton_kernels.decode import CUT, decode_kernel, merge_kernel
+from engine.attention.triton_kernels.decode import decode_kernel, merge_kernel
 from engine.attention.triton_kernels.prefill import prefill_kernel
 from engine.attention.triton_kernels.write import write_kernel
 from engine.attention.triton_launch import (
@@ -33,7 +34,6 @@ from engine.attention.triton_launch import (
     DeviceSize,
     choose_tiles,
     decode_places,
-    most_cuts,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -47,6 +47,7 @@ FEW = (  # each kernel, in layers of several kinds and in an engine
     "tests/gpu/test_triton_attention.py::test_keys_that_are_read_in_parts",
     "tests/gpu/test_triton_attention.py::test_long_contexts_are_cut[700-3]",
     "tests/gpu/test_triton_attention.py::test_cuts_are_shared_out_evenly",
+    "tests/gpu/test_triton_attention.py::test_the_host_counts_the_cuts_that_the_device_makes",
     "tests/gpu/test_triton_attention.py::test_strides_are_taken_as_they_are",
     "tests/gpu/test_triton_attention.py::test_over_a_cache_that_is_written_already",
     "tests/gpu/test_triton_attention.py::test_no_padding_is_left_as_it_was",
@@ -113,7 +114,7 @@ def compile_for(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-kernel_numbers = ("num_rows", "num_tokens")
+kernel_numbers = ("num_tokens",)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_compiles_and_fits_in_shared_memory(
             is_decode=is_decode,
             size=size,
         )
-        own = {"MAX_CUTS": limit, "ROWS": 0}
+        own = {"MAX_CUTS": limit}
         if not is_decode:
             own = {"BLOCK_Q": tiles.rows // groups, "IN_PARTS": False}
         kernel = decode_kernel if is_decode else prefill_kernel
@@ -220,7 +221,7 @@ def test_tiles() -> None:
                             size=size,
                         )
                         assert tiles.rows >= max(groups, 16)
-                        assert CUT.value % tiles.keys == 0
+                        assert SHORTEST_CUT % tiles.keys == 0
                         if dim <= 256 and groups <= 8:
                             assert tiles.depth >= 1
     usual = {"groups": 4, "dim": 128, "value_dim": 128, "itemsize": 2, "size": HOPPER}

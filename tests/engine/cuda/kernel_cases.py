@@ -292,12 +292,13 @@ def every_case() -> Iterator[Case]:
 
 
 AHEAD: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("write_kernel", "merge_kernel", "prefill_kernel"), frozenset()),
+    **dict.fromkeys(("write_kernel", "prefill_kernel"), frozenset()),
     **dict.fromkeys(("add_norm_kernel", "rotate_kernel", "gate_kernel"), frozenset()),
     "clamped_gate_kernel": frozenset(),
     **dict.fromkeys(("route_kernel", "sort_kernel", "weighted_sum_kernel"), frozenset()),
     "experts_product_kernel": frozenset(),
-    "decode_kernel": frozenset({"starts", "counts"}),
+    "decode_kernel": frozenset({"cu_seqlens", "starts", "table_offsets", "extent", "entries"}),
+    "merge_kernel": frozenset({"cu_seqlens", "starts", "counts"}),
     "product_kernel": frozenset({"weight"}),
 }
 """The kernels that may start before the one in front has ended, and what they may read by then:

@@ -51,7 +51,7 @@ class CapturableAttention(StepArraysBackend, TorchAttentionBackend):
     ) -> torch.Tensor:
         if not isinstance(metadata, _Places):
             return super().forward(query, key, value, cache, metadata, params)
-        names = ("starts", "counts", "table_offsets", "extent", "blocks")
+        names = ("starts", "counts", "table_offsets", "extent", "entries")
         output: torch.Tensor = _attend(
             *(query, key, value, cache.keys, cache.values),
             *(metadata.fields[name] for name in names),
@@ -65,7 +65,7 @@ class CapturableAttention(StepArraysBackend, TorchAttentionBackend):
     "headrace_tests::attend",
     mutates_args=("keys", "values"),
     schema="(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor starts, Tensor counts, Tensor table_offsets, Tensor extent, Tensor blocks, "
+    "Tensor starts, Tensor counts, Tensor table_offsets, Tensor extent, Tensor entries, "
     "Tensor? sinks, int block_size, int window, float scaling, float? softcap) -> Tensor",
 )
 def _attend(
@@ -78,14 +78,14 @@ def _attend(
     counts: torch.Tensor,
     table_offsets: torch.Tensor,
     extent: torch.Tensor,
-    blocks: torch.Tensor,
+    entries: torch.Tensor,
     sinks: torch.Tensor | None,
     block_size: int,
     window: int,
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    num_decodes, others, tokens = extent.tolist()
+    num_decodes, others, tokens, *_ = extent.tolist()
     rows = num_decodes + others
     if not rows:
         return query.new_zeros((query.shape[1], query.shape[0], value.shape[-1]))
@@ -93,7 +93,7 @@ def _attend(
     widths = -(-(begins + lengths) // block_size)
     tables = np.zeros((rows, widths.max()), dtype=np.int32)
     for row, (offset, width) in enumerate(zip(table_offsets.tolist(), widths, strict=False)):
-        tables[row, :width] = blocks[offset : offset + width].numpy()
+        tables[row, :width] = entries[offset : offset + width].numpy()
     layout = BatchLayout(
         starts=begins,
         counts=lengths,
