@@ -99,8 +99,8 @@ def _names(options: argparse.Namespace) -> list[str]:
     """Return the parts in order. Raises SystemFailure if there is no such part."""
     if options.part == "all":
         # With one model for all, a part that differs by its model alone would be run twice.
-        others = ("decode-4b", "decode-moe") if options.model else ()
-        return [name for name in PARTS if name not in others]
+        again = ("decode-4b", "decode-moe") if options.model else ()
+        return [name for name in PARTS if name not in again]
     asked = options.part.split(",")
     for name in asked:
         if name not in PARTS:

@@ -106,8 +106,8 @@ def fill_arrays(
         Where they end.
     """
     rows, tokens = len(layout.counts), len(layout.positions)
-    row_of_token = np.repeat(np.arange(rows), layout.counts)
-    ends = np.cumsum(layout.counts)
+    row_of_token = np.arange(rows).repeat(layout.counts)
+    ends = layout.counts.cumsum()
     lengths = (layout.starts + layout.counts - 1) // layout.block_size + 1
     offsets, used = _ragged(lengths, layout.tables.shape[1])
     cuts = count_cuts(layout.starts[: layout.num_decodes], window, most)

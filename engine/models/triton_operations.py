@@ -328,7 +328,9 @@ def _product(
     outputs, inputs = weight.shape
     parts = -(-outputs // _PRODUCT["BLOCK_N"])
     constants = (inputs, bias is not None, *_PRODUCT.values())
-    _run(product_kernel, (parts,), (x, weight, bias, made, outputs, *constants), 4)
+    # With 4 warps, Triton 3.6 spills some registers if rows are as long as those of 70B models.
+    warps = 4 if inputs <= _WIDEST else 8
+    _run(product_kernel, (parts,), (x, weight, bias, made, outputs, *constants), warps)
 
 
 def _launch(kernel: Any, *given: Any) -> None:
