@@ -173,7 +173,7 @@ def _step_s(running: list[tuple[Lengths, int]], shape: Shape, dtype: str, rates:
     """Return the seconds of one decode step."""
     shared = running[0][0].shared_prefix
     kv_tokens = shared + sum(one.prompt - one.shared_prefix + done - 1 for one, done in running)
-    read = shape.weight_bytes(dtype) + kv_tokens * shape.kv_bytes(dtype)
+    read = shape.weight_bytes(dtype, len(running)) + kv_tokens * shape.kv_bytes(dtype)
     read += len(running) * shape.state_bytes
     flops = sum(
         shape.token_flops(one.prompt + done - 1) + 2 * shape.head_parameters

@@ -1,7 +1,8 @@
 """Launches the kernels of `engine.models.decoder_kernels`, each as one torch operation.
 
-These are `headrace::add_norm`, `headrace::turn`, `headrace::gate` and `headrace::product`. As torch
-operations, they let a substitute for CUDA graphs see a single call and what it writes.
+These are `headrace::add_norm`, `headrace::turn`, `headrace::gate`, `headrace::clamped_gate` and
+`headrace::product`. As torch operations, they let a substitute for CUDA graphs see a single call
+and what it writes.
 
 Products are computed by torch, except those of a single token in 16 bits. These compute so little
 that launching them and fetching the first weights takes a third of the time of a small model's

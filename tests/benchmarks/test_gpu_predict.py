@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.floors import Rates, shape_of
+from benchmarks.floors import Rates, ideal, shape_of
 from benchmarks.gpu import command, predict
 from benchmarks.gpu.sizes import GPU_SIZES
 from benchmarks.gpu.tables import predictions
 from benchmarks.models import SHAPES
+from benchmarks.workloads import Lengths
 
 LARGE, MIXTURE = "qwen3-8b", "qwen3-moe-13b"
 
@@ -76,6 +77,15 @@ def test_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
         8 * 2048 + 2 * 40 * 128 + 8 * 3 * 768 + 9 * 2048
     )
     assert predict.prompt(MIXTURE, 1024, rates).least_s > (shape.prompt_flops(0, 1024) / 1e15)
+
+
+def test_the_ideal_schedule_of_a_mixture() -> None:
+    """A step of many requests reads more experts than a step of one."""
+    shape = shape_of(SHAPES[MIXTURE])
+    for count in (1, 32):
+        found = ideal([Lengths(1, 2)] * count, None, shape, "bfloat16", Rates(1.0, 1e30))
+        read = shape.weight_bytes("bfloat16", count) + count * shape.kv_bytes("bfloat16")
+        assert (found.steps, found.decode_s) == (1, read)
 
 
 @pytest.mark.parametrize(

@@ -113,18 +113,21 @@ def test_a_module_computes_what_transformers_does(
     assert error(made, exact(x.double(), chosen, weights.double())) < TOLERANCE[dtype]
 
 
-def test_weights_of_another_type_are_kept(device: torch.device) -> None:
-    """Routers give float32, and sums are rounded once."""
+@pytest.mark.parametrize("given", [torch.float32, torch.float16], ids=str)
+def test_results_are_rounded_where_their_weights_are(
+    given: torch.dtype, device: torch.device
+) -> None:
+    """Where a router gives float32, only sums are rounded."""
     module = module_of(FAMILIES[0], torch.float16, device)
     x, chosen, weights = tokens("few", torch.float16, device)
-    made = experts_forward(module, x, chosen, weights.float())
+    made = experts_forward(module, x, chosen, weights.to(given))
     alone = [
         experts_forward(module, x, chosen[:, i : i + 1], torch.ones_like(weights[:, :1]))
         for i in range(CHOSEN)
     ]
-    total = sum(one.float() * weights[:, i : i + 1].float() for i, one in enumerate(alone))
-    assert isinstance(total, torch.Tensor)
-    assert torch.equal(made, total.half())
+    parts = [one * weights[:, i : i + 1].to(given) for i, one in enumerate(alone)]
+    assert {part.dtype for part in parts} == {given}
+    assert torch.equal(made, torch.stack(parts).float().cumsum(0)[-1].half())
 
 
 @pytest.mark.parametrize("family", ["mixtral.Mixtral", "gpt_oss.GptOss"])
@@ -249,7 +252,7 @@ def test_pairs_are_sorted_by_expert(
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     ("pairs", "experts", "inputs", "outputs"),
-    [(1, 1, 16, 16), (7, 3, 33, 65), (150, 2, 64, 64), (40, 33, 130, 8)],
+    [(1, 1, 16, 16), (7, 3, 33, 65), (150, 2, 64, 64), (40, 33, 130, 8), (700, 3, 72, 136)],
 )
 def test_a_product(
     pairs: int,
@@ -261,7 +264,7 @@ def test_a_product(
     device: torch.device,
 ) -> None:
     """Each pair's row by its expert's weights, rounded, plus its bias; what is beside is not
-    written.
+    written. The last case has large tiles in 16 bits.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -288,10 +291,10 @@ def test_a_product(
 
 def test_pairs_of_a_token_read_the_same_row(device: torch.device) -> None:
     x, weights = torch.randn(3, 16, device=device), torch.randn(4, 16, 16, device=device)
-    chosen = torch.tensor([[0, 3], [3, 1], [1, 0]], device=device)
+    chosen = torch.tensor([[0, 3, 2], [3, 1, 0], [1, 0, 3]], device=device)
     order, ends = sort_pairs(chosen, 4)
-    made = x.new_empty((6, 16))
-    experts_product(x, order, ends, weights, None, made, 2, False)
+    made = x.new_empty((9, 16))
+    experts_product(x, order, ends, weights, None, made, 3, False)
     expected = torch.stack([x[t] @ weights[e].T for t, row in enumerate(chosen) for e in row])
     torch.testing.assert_close(made, expected)
 

@@ -4,7 +4,7 @@ and type. See `kernels`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -202,8 +202,15 @@ MIXTURES = (
 )
 
 
-def experts(mixture: Mixture, dtype: torch.dtype, properties: Properties = HOPPER) -> Case:
-    """The kernels of a mixture: of few tokens and, as tiles are then larger, of many."""
+def experts(
+    mixture: Mixture,
+    dtype: torch.dtype,
+    properties: Properties = HOPPER,
+    counts: Sequence[int] = (),
+) -> Case:
+    """The kernels of a mixture, for some numbers of tokens: if none is given, for few and, as tiles
+    are then larger, for many.
+    """
 
     def run() -> None:
         from engine.models.triton_experts import mix_experts
@@ -229,7 +236,7 @@ def experts(mixture: Mixture, dtype: torch.dtype, properties: Properties = HOPPE
         activation: Gate = ClampedGate(1.702, 7.0) if biased else "silu"
         routing = Routing("gate", "experts", mixture.chosen, True, True, activation)
         operations = TritonOperations()
-        for tokens in (_REQUESTS, 96 * mixture.experts // mixture.chosen):
+        for tokens in counts or (_REQUESTS, 96 * mixture.experts // mixture.chosen):
             scores = zeros(tokens, mixture.experts)
             gate = partial(operations.gate, activation=activation, gated=True)
             mix_experts(zeros(tokens, mixture.width), scores, module, routing, gate)

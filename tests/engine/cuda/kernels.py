@@ -53,6 +53,7 @@ class Found:
         starts_early: whether it is launched so that it may start before that kernel has ended.
         finds_last: whether it counts its programs in such a way that the last one can read what all
             have stored.
+        variant: tells it from the same kernel, compiled for other arguments.
     """
 
     kernel: str
@@ -64,6 +65,7 @@ class Found:
     ahead: frozenset[str] | None = None
     starts_early: bool = False
     finds_last: bool = False
+    variant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ def _compile(launch: _Launch) -> Found:
         loads=tuple(sorted({int(n or 1) * int(bits) // 8 for n, bits in _LOAD.findall(ptx)})),
         starts_early=bool(launch.kwargs.get("launch_pdl")),
         finds_last=_LAST.search(ptx) is not None and ".nc." not in ptx,
+        variant=made.hash,
         ahead=_ahead(
             ptx, [name for name, kind in made.src.signature.items() if kind != "constexpr"]
         ),

@@ -5,6 +5,7 @@ wide pieces. `make kernels` compiles for all sizes; here are some, and a few in 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -216,3 +217,18 @@ def test_a_last_program_that_may_not_see_everything_is_seen(
     assert faults(Case("a last program", run, torch.float32), found) == (
         [] if waits and ordered else wrong
     )
+
+
+def test_steps_of_all_sizes_share_the_kernels_of_a_mixture() -> None:
+    """One product for few pairs and one for many, of each of the two shapes, and one of everything
+    else. A kernel that depended on more would be compiled while requests wait.
+    """
+    steps = experts(MIXTURES[1], HALF, counts=(1, 2, 16, 17, 767, 768, 769, 4096))
+    found = {(one.kernel, one.variant) for one in compile_all(steps.run)}
+    assert Counter(kernel for kernel, _ in found) == {
+        "route_kernel": 1,
+        "sort_kernel": 1,
+        "experts_product_kernel": 4,
+        "clamped_gate_kernel": 1,
+        "weighted_sum_kernel": 1,
+    }
