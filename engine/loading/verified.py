@@ -147,7 +147,7 @@ class VerifiedModel:
             layer.was_asked = False
             layer.sync()
         if self.decoder is not None:
-            self.decoder.read_frequencies()
+            self.decoder.refresh()
         return noticed
 
     def _check(self, changes: ModelChanges) -> None:

@@ -53,15 +53,15 @@ class DecoderFrame(ABC):
         self._embedding: Any = model.get_submodule(decoder.embedding)
         self._output: Any = model.get_submodule(decoder.output)
         self._rotaries = [model.get_submodule(one.module) for one in decoder.rotaries]
-        self.read_frequencies()
+        self.refresh()
         self._of_lengths = [
             None if one.lengths is None else LengthTable.of(module, one.lengths)
             for one in decoder.rotaries
             for module in [model.get_submodule(one.module)]
         ]
 
-    def read_frequencies(self) -> None:
-        """Read the model's current frequencies."""
+    def refresh(self) -> None:
+        """Read again what is held as a copy: the model's frequencies."""
         self._frequencies = [
             module.get_buffer(one.frequencies).float()
             for module, one in zip(self._rotaries, self.description.rotaries, strict=True)

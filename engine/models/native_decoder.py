@@ -80,6 +80,12 @@ class NativeDecoder(DecoderFrame):
             native_library().layer_scratch(ctypes.byref(one.spec), 1) for one in self.layers
         )
 
+    @override
+    def refresh(self) -> None:
+        super().refresh()
+        for layer in self.layers:
+            layer.held.refresh()
+
     def __call__(self, **inputs: Any) -> DecoderOutput:
         """Return a step's logits; see `engine.runner.forward.CausalModel`."""
         x = self.embed(inputs["input_ids"][0])

@@ -45,7 +45,7 @@ class BoundLayer:
     @property
     def params(self) -> AttentionParams:
         one = self.description.attention
-        return AttentionParams(one.scaling, one.softcap, self.held.sinks(one))
+        return AttentionParams(one.scaling, one.softcap, self.held.sinks)
 
     @classmethod
     def of(

@@ -53,6 +53,7 @@ class Held:
         self._model = model
         self._dtype = dtype
         self._tensors: list[torch.Tensor] = []
+        self._sinks: tuple[str, torch.Tensor] | None = None
 
     def address(self, tensor: torch.Tensor | None) -> int | None:
         """Return a tensor's address, and keep the tensor alive."""
@@ -154,13 +155,22 @@ class Held:
         )
         spec.rotary = one.rotary or 0
         spec.scaling, spec.softcap = one.scaling, one.softcap or 0.0
-        spec.sinks = self.address(self.sinks(one))
+        if one.sinks is not None:
+            path = f"{one.module}.{one.sinks}"
+            copied = self._model.get_parameter(path).detach().to(torch.float32, copy=True)
+            self._sinks = path, copied
+            spec.sinks = copied.data_ptr()
 
-    def sinks(self, one: described.Attention) -> torch.Tensor | None:
-        """Return the sinks of attention, float32 [Hq], or None if it has none."""
-        if one.sinks is None:
-            return None
-        return self._model.get_parameter(f"{one.module}.{one.sinks}").detach().float()
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """The sinks of the layer's attention, float32 [Hq]; None if it has none."""
+        return None if self._sinks is None else self._sinks[1]
+
+    def refresh(self) -> None:
+        """Read again what is held as a copy: the sinks."""
+        if self._sinks is not None:
+            path, copied = self._sinks
+            copied.copy_(self._model.get_parameter(path).detach())
 
     def _linear(self, held: Native, bias: torch.Tensor | None) -> LinearWeight:
         for tensor in (held.packed, *held.of_groups, held.order, bias):

@@ -379,7 +379,7 @@ class _Binding:
         """Bind a mixture. Return None if only the model's own module supports its tensors."""
         experts: Any = self._model.get_submodule(routing.experts)
         router = self._model.get_submodule(routing.router)._parameters
-        weight, bias = router["weight"], router.get("bias")
+        weight, bias = router.get("weight"), router.get("bias")
         known = [one for one in (weight, bias) if one is not None]
         is_ours = why_no_form(experts) is None and experts.down_proj.dtype is self._dtype
         if weight is None or not is_ours or any(not self._is_plain(one) for one in known):

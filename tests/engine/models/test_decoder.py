@@ -260,6 +260,26 @@ def test_every_family_of_the_table_has_a_recipe() -> None:
     assert found >= DESCRIBED.keys()
 
 
+def test_sinks_that_are_written_in_place_are_computed() -> None:
+    """The kernels read a copy of them in float32."""
+
+    def drown(model: PreTrainedModel) -> None:
+        with torch.no_grad():
+            for path, parameter in model.named_parameters():
+                if path.endswith("sinks"):
+                    parameter.fill_(9.0)
+
+    model, other = make("gpt_oss"), make("gpt_oss")
+    verified = verify(model)
+    before = generate(verified)
+    drown(model)
+    drown(other)
+    expected = generate(verify(other))
+    assert expected != before
+    verified.refresh()
+    assert generate(verified) == expected
+
+
 def test_the_page_names_every_family_of_the_table() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
     sentence = " ".join(page.split("#our-decoder)): ")[1].split(". ")[0].split())
