@@ -9,10 +9,11 @@ request's results differently in another run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -417,6 +418,21 @@ def try_out(device: torch.device) -> None:
             **sizes,
         )
     cache.sum().item()  # wait for the end, so that a failure shows now
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], warps: int, **constants: object
+) -> None:
+    """Launch a kernel on the device of its first argument. Products and sums are not fused, unless
+    the constants say so.
+    """
+    tensor: torch.Tensor = arguments[0]
+    with _on_its_device(tensor):
+        kernel[grid](
+            *arguments,
+            num_warps=warps,
+            **{**_told(tensor.device), "enable_fp_fusion": False, **constants},
+        )
 
 
 def _told(device: torch.device) -> dict[str, bool]:

@@ -37,9 +37,9 @@ from engine.loading.rotary import (
 )
 from engine.loading.view import ModelView
 from engine.models.choosing import CausalDecoder, exact_sums
+from engine.models.describing import NotDescribedError, describe
 from engine.models.held_layer import held_layers
 from engine.models.recording import Observation
-from engine.models.table import NotDescribedError, describe
 from engine.runner.forward import CausalModel
 from engine.runner.runner_options import RunnerOptions
 

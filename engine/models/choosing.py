@@ -18,13 +18,13 @@ from engine.attention.native_backend import NativeAttentionBackend
 from engine.attention.registry import choose_backend
 from engine.contract.errors import ConfigError
 from engine.models.comparison import DiffersError, compare
+from engine.models.describing import NotDescribedError, describe
 from engine.models.description import Decoder
 from engine.models.formats.native import DTYPES
 from engine.models.layer_parts import UnboundError
 from engine.models.native_decoder import NativeDecoder
 from engine.models.operations import Operations, TorchOperations
 from engine.models.recording import Observation
-from engine.models.table import NotDescribedError, describe
 from engine.models.torch_decoder import TORCH_DTYPES, TorchDecoder
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ transformers model hold the parameters.
 A recurrence may take the place of attention: a short convolution, or a delta net.
 
 A description contains neither tensors nor code, and refers to modules by their path in the model.
-`engine.models.table` makes descriptions, and the decoders, such as `engine.models.native_decoder`,
-compute them. A decoder for another device is another class that takes the same description.
+`engine.models.describing` makes descriptions, and the decoders, such as
+`engine.models.native_decoder`, compute them. A decoder for another device is another class that takes the same description.
 """
 
 from __future__ import annotations

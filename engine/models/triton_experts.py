@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import triton
 
-from engine.attention.triton_launch import device_size
+from engine.attention.triton_launch import launch
 from engine.models import description as described
 from engine.models.experts_kernels import (
     experts_product_kernel,
@@ -100,7 +100,7 @@ def _route(
     rounds: bool,
 ) -> None:
     experts, count = scores.shape[-1], chosen.shape[-1]
-    _launch(
+    launch(
         *(route_kernel, (len(scores),), (scores, chosen, weights), 1),
         EXPERTS=experts,
         CHOSEN=count,
@@ -134,7 +134,7 @@ def route(scores: torch.Tensor, routing: described.Routing) -> tuple[torch.Tenso
     writes_nothing,
 )
 def _sort_pairs(chosen: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> None:
-    _launch(
+    launch(
         *(sort_kernel, (len(ends),), (chosen, order, ends, len(order)), 8),
         EXPERTS=len(ends),
         BLOCK=_SORTED,
@@ -189,7 +189,7 @@ def experts_product(
     tiles = choose_tiles(x.itemsize, pairs, experts)
     stride_e, stride_n, stride_k = (weights.mT if transposed else weights).stride()
     grid = (most_tiles(pairs, experts, tiles.rows), triton.cdiv(width, tiles.columns))
-    _launch(
+    launch(
         *(experts_product_kernel, grid, (x, order, ends, weights, biases, output), tiles.warps),
         EXPERTS=experts,
         SHARE=share,
@@ -216,28 +216,13 @@ def _weighted_sum(
     made: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, rounds: bool
 ) -> None:
     tokens, width = output.shape
-    _launch(
+    launch(
         *(weighted_sum_kernel, (tokens, triton.cdiv(width, _SUMMED)), (made, weights, output), 4),
         CHOSEN=weights.shape[-1],
         WIDTH=width,
         ROUNDS=rounds,
         BLOCK=_SUMMED,
     )
-
-
-def _launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arguments: tuple[object, ...],
-    warps: int,
-    **constants: object,
-) -> None:
-    tensor: Any = arguments[0]
-    overlaps = device_size(tensor.device).overlaps
-    options = {"enable_fp_fusion": False, **constants}
-    # Triton launches on the current device.
-    with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
-        kernel[grid](*arguments, OVERLAPS=overlaps, launch_pdl=overlaps, num_warps=warps, **options)
 
 
 def _compute(

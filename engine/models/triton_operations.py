@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from engine.attention.triton_launch import device_size
+from engine.attention.triton_launch import launch
 from engine.models import description as described
 from engine.models.decoder_kernels import (
     CENTERED,
@@ -318,7 +318,7 @@ def _gate(*given: Any) -> None:
 def _clamped_gate(inner: torch.Tensor, made: torch.Tensor, factor: float, limit: float) -> None:
     width = made.shape[-1]
     grid = (len(inner), -(-width // _GATE_BLOCK))
-    _run(clamped_gate_kernel, grid, (inner, made, factor, limit, width, _GATE_BLOCK), 4)
+    launch(clamped_gate_kernel, grid, (inner, made, factor, limit, width, _GATE_BLOCK), 4)
 
 
 @operation("product(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) made) -> ()", writes_nothing)
@@ -330,23 +330,10 @@ def _product(
     constants = (inputs, bias is not None, *_PRODUCT.values())
     # With 4 warps, Triton 3.6 spills some registers if rows are as long as those of 70B models.
     warps = 4 if inputs <= _WIDEST else 8
-    _run(product_kernel, (parts,), (x, weight, bias, made, outputs, *constants), warps)
+    launch(product_kernel, (parts,), (x, weight, bias, made, outputs, *constants), warps)
 
 
 def _launch(kernel: Any, *given: Any) -> None:
     """Launch a kernel for each token of its first argument, [T, …]."""
     *arguments, constants, warps, parts = given
-    _run(kernel, (len(arguments[0]), parts), (*arguments, *constants), warps)
-
-
-def _run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], warps: int) -> None:
-    overlaps = device_size(arguments[0].device).overlaps
-    # Triton launches on the current device.
-    with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
-        kernel[grid](
-            *arguments,
-            OVERLAPS=overlaps,
-            num_warps=warps,
-            enable_fp_fusion=False,
-            launch_pdl=overlaps,
-        )
+    launch(kernel, (len(arguments[0]), parts), (*arguments, *constants), warps)

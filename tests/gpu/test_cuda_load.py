@@ -14,7 +14,7 @@ from engine.contract.config import ContinuousBatchingConfig
 from engine.loading.loader import verify_model
 from engine.loading.profiling import CudaMemory
 from engine.loading.running import build_runner
-from engine.models.table import describe
+from engine.models.describing import describe
 from engine.models.torch_decoder import TorchDecoder
 from engine.models.triton_operations import TritonOperations
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of

@@ -28,8 +28,8 @@ from engine.loading.joined_linears import join_linears
 from engine.loading.kv_memory import allocate_caches, make_groups
 from engine.loading.rotary import follow_lengths, keep_frequencies, read_rope
 from engine.loading.view import ModelView
+from engine.models.describing import NotDescribedError, describe
 from engine.models.experts import choose_experts
-from engine.models.table import NotDescribedError, describe
 from engine.models.torch_decoder import TorchDecoder
 from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.kv_tensors import KVTensors

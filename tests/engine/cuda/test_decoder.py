@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.models.describing import describe
 from engine.models.description import Experts
-from engine.models.table import describe
 from tests.engine.cuda.launches import by_ours, count, trace
 from tests.engine.models.decoders import ATTENDING
 from tests.model_recipes import RECIPES

@@ -13,7 +13,7 @@ import torch
 from engine.contract.rope import LENGTH_SHIFT, RopeLengths
 from engine.loading.rotary import follow_lengths, keep_frequencies, read_rope
 from engine.loading.view import ModelView
-from engine.models.table import NotDescribedError, describe
+from engine.models.describing import NotDescribedError, describe
 from tests.long_rope import MODELS, ORIGINAL
 from tests.model_recipes import RECIPES
 from tests.tiny_models import make_model

@@ -16,7 +16,7 @@ from transformers.models.granite import modeling_granite as granite
 from transformers.models.llama import modeling_llama as llama
 
 from engine.contract.errors import ModelChangedError
-from engine.models import table
+from engine.models import describing
 from engine.models.formats.native import Native
 from engine.models.in_force import replaced_function
 from tests.engine.models.decoders import NEW, PROMPTS, generate, make, verify
@@ -170,7 +170,7 @@ def test_a_source_that_computes_something_else(
     cls: Any, change: Callable[..., Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some of it only for large inputs or far positions, which no prompt here reaches."""
-    monkeypatch.setattr(table, "replaced_function", lambda model: None)
+    monkeypatch.setattr(describing, "replaced_function", lambda model: None)
     right = cls.forward
 
     @functools.wraps(right)

@@ -22,10 +22,10 @@ from engine.loading import gate
 from engine.loading.loader import verify_model
 from engine.loading.verified import VerifiedModel
 from engine.models import choosing
+from engine.models.describing import describe
 from engine.models.description import Experts
 from engine.models.layer_parts import Walk
 from engine.models.operations import BoundMixture, TorchOperations
-from engine.models.table import describe
 from engine.models.torch_decoder import TorchDecoder, TorchMlp
 from engine.runner.runner_options import StepPath
 from tests.engine.models.decoders import ATTENDING, _gaps, difference, make, most_gap
