@@ -13,7 +13,8 @@ A recurrence may take the place of attention: a short convolution, or a delta ne
 
 A description contains neither tensors nor code, and refers to modules by their path in the model.
 `engine.models.describing` makes descriptions, and the decoders, such as
-`engine.models.native_decoder`, compute them. A decoder for another device is another class that takes the same description.
+`engine.models.native_decoder`, compute them. A decoder for another device is another class that
+takes the same description.
 """
 
 from __future__ import annotations
